@@ -1,0 +1,199 @@
+"""What the agent and the trainer agree on: the rollout config, the result object, its key, the outcomes.
+
+Everything that crosses the border between the two is defined here and nowhere else. Pure standard
+library: both sides import it, and neither pays for the other's dependencies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import enum
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ContractError, Outcome
+
+__all__ = [
+    "MAX_PAYLOAD_BYTES",
+    "ROLLOUT_FIELD",
+    "ContractError",
+    "Outcome",
+    "RolloutConfig",
+    "dumps",
+    "error_result",
+    "is_success",
+    "result_key",
+    "success_result",
+    "to_jsonable",
+]
+
+ROLLOUT_FIELD = "_rollout"
+"""The payload field that carries the :class:`RolloutConfig`."""
+
+MAX_KEY_PART = 256
+MAX_PAYLOAD_BYTES = 100_000_000
+"""InvokeAgentRuntime takes no larger payload (botocore model of the service)."""
+
+
+def _key_part(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ContractError(f"_rollout.{name}: a non-empty string is required, got {value!r}")
+    if len(value) > MAX_KEY_PART:
+        raise ContractError(f"_rollout.{name}: {len(value)} characters, at most {MAX_KEY_PART} are allowed")
+    if "/" in value or ".." in value or value == "." or any(ord(c) < 32 or ord(c) == 127 for c in value):
+        raise ContractError(f"_rollout.{name}: {value!r} may not contain '/', '..' or control characters")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ContractError(f"_rollout.{name}: not valid Unicode (lone surrogate)") from None
+    return value
+
+
+def result_key(exp_id: str, input_id: str, session_id: str) -> str:
+    """The S3 key of a result, ``{exp_id}/{input_id}/{session_id}.json``: both sides can compute it."""
+    parts = _key_part("exp_id", exp_id), _key_part("input_id", input_id), _key_part("session_id", session_id)
+    return "/".join(parts) + ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """The ``_rollout`` part of a request payload, injected by the client.
+
+    ``exp_id``, ``input_id``, ``s3_bucket``: where the result goes. ``base_url``, ``model_id``, ``api_key``,
+    ``sampling_params``: how the agent reaches its model. ``extra``: every other keyword, passed through.
+    """
+
+    exp_id: str
+    input_id: str
+    s3_bucket: str
+    base_url: str | None = None
+    model_id: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    sampling_params: Mapping[str, Any] | None = None
+    notify_url: str | None = field(default=None, repr=False)
+    extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_payload(cls, payload: object) -> RolloutConfig | None:
+        """Read and validate ``payload["_rollout"]``; None if the payload has none (a production call).
+
+        Raises ``ContractError`` naming the offending field.
+        """
+        if not isinstance(payload, Mapping):
+            raise ContractError(f"payload: a JSON object is required, got {type(payload).__name__}")
+        raw = payload.get(ROLLOUT_FIELD)
+        if raw is None:
+            return None
+        if not isinstance(raw, Mapping):
+            raise ContractError(f"_rollout: a JSON object is required, got {type(raw).__name__}")
+        for name in ("base_url", "model_id", "api_key", "notify_url"):
+            if raw.get(name) is not None and not isinstance(raw[name], str):
+                raise ContractError(f"_rollout.{name}: a string is required, got {type(raw[name]).__name__}")
+        params = raw.get("sampling_params")
+        if params is not None and not isinstance(params, Mapping):
+            raise ContractError(
+                f"_rollout.sampling_params: a JSON object is required, got {type(params).__name__}"
+            )
+        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        return cls(
+            exp_id=_key_part("exp_id", raw.get("exp_id")),
+            input_id=_key_part("input_id", raw.get("input_id")),
+            s3_bucket=_key_part("s3_bucket", raw.get("s3_bucket")),
+            base_url=raw.get("base_url"),
+            model_id=raw.get("model_id"),
+            api_key=raw.get("api_key"),
+            sampling_params=params,
+            notify_url=raw.get("notify_url"),
+            extra={k: v for k, v in raw.items() if k not in known},
+        )
+
+    def result_key(self, session_id: str) -> str:
+        return result_key(self.exp_id, self.input_id, session_id)
+
+
+# -- strict JSON ---------------------------------------------------------------------------------------
+
+
+def to_jsonable(value: Any, path: str = "result") -> Any:
+    """``value`` as plain JSON types.
+
+    Converted: numpy scalars and arrays, datetimes and dates (ISO 8601), enums, dataclasses, pydantic models,
+    tuples and sets (lists). Raises ``ContractError`` with the path of what can't be: ``metrics.loss: NaN is not JSON``.
+    """
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, enum.Enum):
+        return to_jsonable(value.value, path)
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ContractError(f"{path}: not valid Unicode (lone surrogate)") from None
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ContractError(f"{path}: {'NaN' if math.isnan(value) else value} is not JSON")
+        return float(value)
+    if isinstance(value, Mapping):
+        return {
+            _json_key(key, path): to_jsonable(item, _child(path, str(key))) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_jsonable(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dt.datetime | dt.date | dt.time):
+        return value.isoformat()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {f.name: to_jsonable(getattr(value, f.name), _child(path, f.name)) for f in fields}
+    if callable(getattr(value, "model_dump", None)):  # pydantic, without importing it
+        return to_jsonable(value.model_dump(mode="python"), path)
+    if type(value).__module__.partition(".")[0] == "numpy" and callable(getattr(value, "tolist", None)):
+        return to_jsonable(value.tolist(), path)
+    raise ContractError(f"{path}: {type(value).__name__} is not JSON")
+
+
+def _json_key(key: object, path: str) -> str:
+    if not isinstance(key, str):
+        raise ContractError(f"{path}: key {key!r} is {type(key).__name__}, JSON keys are strings")
+    return key
+
+
+def _child(path: str, name: str) -> str:
+    return name if path == "result" else f"{path}.{name}"
+
+
+def dumps(value: Any) -> str:
+    """Strict JSON text of a value that :func:`to_jsonable` accepts."""
+    return json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=False)
+
+
+# -- the result object -----------------------------------------------------------------------------------
+
+
+def success_result(returned: Any, config: RolloutConfig, key: str) -> dict[str, Any]:
+    """The result object of a handler that returned ``returned``; raises ``ContractError`` if that is no result."""
+    if not isinstance(returned, Mapping):
+        raise ContractError(f"result: the handler must return a dict, it returned {type(returned).__name__}")
+    body = {"status_code": 200, "stop_reason": "end_turn", **to_jsonable(returned)}
+    return {**body, **_address(config, key)}
+
+
+def error_result(stop_reason: str, config: RolloutConfig, key: str, *, traceback: str = "") -> dict[str, Any]:
+    """The result object of a rollout that failed."""
+    body = {"status_code": 500, "stop_reason": stop_reason or "error", "traceback": traceback}
+    return {**body, **_address(config, key)}
+
+
+def _address(config: RolloutConfig, key: str) -> dict[str, Any]:
+    return {"input_id": config.input_id, "s3_bucket": config.s3_bucket, "result_key": key}
+
+
+def is_success(result: Mapping[str, Any]) -> bool:
+    """Whether a result object stands for a success: ``status_code`` is 200 or absent."""
+    return result.get("status_code") in (None, 200)

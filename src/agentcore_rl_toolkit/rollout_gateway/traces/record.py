@@ -1,0 +1,78 @@
+"""``TraceRecord``: one training row, the boundary between the gateway and every trainer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """How the conversation behind a row ended."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class TraceRecord:
+    """One training row: a leaf of a session's token tree, from its first token to its last.
+
+    ``token_ids``: int list, the whole row: first prompt, then the response region.
+    ``loss_mask``: 0/1 ints for the response region only; 1 = sampled here and to be trained.
+    ``logprobs``: floats for the response region; the engine's logprob where the mask is 1, else 0.0.
+    ``rollout_id``: groups the rows of one rollout (the session id).
+    ``reward``: float, or None where there is none. A failed rollout has none; it is never 0.0 by default.
+    ``response_length``: ``len(loss_mask)``. ``response``: the response region as text.
+    ``metadata``: ``fork`` (why the row left its parent), ``template_divergent_turns``, ``abandoned_turns``,
+    ``exact_logprobs``, ``turns`` (per turn: span in the response region, finish reason, sampling parameters …).
+    ``policy_versions``: one int or None per response token; None where the engine reports none.
+    ``turn_rewards``: one float per delivered turn of this row, or None.
+    ``routed_experts``: engine data, optional.
+    """
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    rollout_id: str | int | None = None
+    reward: float | None = None
+    response_length: int = -1
+    response: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    status: Status = Status.COMPLETED
+    policy_versions: list[int | None] | None = None
+    turn_rewards: list[float] | None = None
+    routed_experts: Any = None
+
+    def __post_init__(self) -> None:
+        if self.response_length < 0:
+            self.response_length = len(self.loss_mask)
+        self.validate()
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the first prompt, before the response region."""
+        return len(self.token_ids) - len(self.loss_mask)
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` naming the first inconsistency."""
+        n = len(self.loss_mask)
+        if n > len(self.token_ids):
+            raise ValueError(f"loss_mask has {n} entries, token_ids only {len(self.token_ids)}")
+        if len(self.logprobs) != n:
+            raise ValueError(f"logprobs has {len(self.logprobs)} entries, loss_mask {n}")
+        if self.response_length != n:
+            raise ValueError(f"response_length is {self.response_length}, loss_mask has {n} entries")
+        if self.policy_versions is not None and len(self.policy_versions) != n:
+            raise ValueError(f"policy_versions has {len(self.policy_versions)} entries, loss_mask {n}")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"reward is {self.reward}: it must be finite or None")
+        for i, (mask, logprob) in enumerate(zip(self.loss_mask, self.logprobs, strict=True)):
+            if mask not in (0, 1):
+                raise ValueError(f"loss_mask[{i}] is {mask!r}, not 0 or 1")
+            if not math.isfinite(logprob) or (mask == 0 and logprob != 0.0):
+                raise ValueError(f"logprobs[{i}] is {logprob} where the mask is {mask}")
