@@ -1,1 +1,1 @@
-
+"""Messages to token ids, token ids to messages; history is extended, never rendered again."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 
 class Status(StrEnum):
     """How the conversation behind a row ended."""
@@ -71,8 +73,10 @@ class TraceRecord:
             raise ValueError(f"policy_versions has {len(self.policy_versions)} entries, loss_mask {n}")
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}: it must be finite or None")
-        for i, (mask, logprob) in enumerate(zip(self.loss_mask, self.logprobs, strict=True)):
-            if mask not in (0, 1):
-                raise ValueError(f"loss_mask[{i}] is {mask!r}, not 0 or 1")
-            if not math.isfinite(logprob) or (mask == 0 and logprob != 0.0):
-                raise ValueError(f"logprobs[{i}] is {logprob} where the mask is {mask}")
+        mask, logprobs = np.asarray(self.loss_mask), np.asarray(self.logprobs, np.float64)
+        if n and not np.isin(mask, (0, 1)).all():
+            raise ValueError(f"loss_mask[{np.argmin(np.isin(mask, (0, 1)))}] is neither 0 nor 1")
+        bad = ~np.isfinite(logprobs) | ((mask == 0) & (logprobs != 0.0)) if n else np.zeros(0, bool)
+        if bad.any():
+            i = int(np.argmax(bad))
+            raise ValueError(f"logprobs[{i}] is {self.logprobs[i]} where the mask is {self.loss_mask[i]}")

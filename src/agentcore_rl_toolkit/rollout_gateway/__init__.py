@@ -1,0 +1,47 @@
+"""The capture layer: a chat API in front of a token-in/token-out engine that records every sampled token."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..errors import require
+
+if TYPE_CHECKING:
+    from .gateway import RolloutGateway as RolloutGateway
+    from .render.hf import HfTemplateRenderer as HfTemplateRenderer
+    from .sampling import SamplingBackend as SamplingBackend
+    from .sampling import TokenChunk as TokenChunk
+    from .sampling import TurnRecord as TurnRecord
+    from .server import ThreadedGatewayServer as ThreadedGatewayServer
+    from .server import gateway_app as gateway_app
+    from .sessions import Session as Session
+    from .traces.record import Status as Status
+    from .traces.record import TraceRecord as TraceRecord
+
+_PUBLIC = {
+    "HfTemplateRenderer": ("render.hf", "tokenizers"),
+    "RolloutGateway": ("gateway", "numpy"),
+    "SamplingBackend": ("sampling", None),
+    "Session": ("sessions", "numpy"),
+    "Status": ("traces.record", "numpy"),
+    "ThreadedGatewayServer": ("server", "aiohttp"),
+    "TokenChunk": ("sampling", None),
+    "TraceRecord": ("traces.record", "numpy"),
+    "TurnRecord": ("sampling", None),
+    "gateway_app": ("server", "aiohttp"),
+}
+"""Public name -> (module, package of the extra that it needs)."""
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, needs = _PUBLIC[name]
+    if needs:
+        require(needs, "gateway")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value

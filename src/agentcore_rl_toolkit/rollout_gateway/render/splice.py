@@ -1,0 +1,117 @@
+"""What a template writes after an answer: found by rendering a short stub, never the history.
+
+The stub is ``[user, answer, *new messages]`` where the answer's body is a sentinel. In the rendered text everything
+after the sentinel, up to the end, is what has to follow the sampled body: the closer of the assistant's turn, the new
+messages, the next generation prompt. The cost depends on the new messages alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...errors import RenderError
+from ..messages import Message, Tool
+from .template import ChatTemplate
+
+SENTINEL = "\U0010fffc0sentinel0\U0010fffc"
+"""Stands for the sampled body in a stub; no template looks at it, no content contains it."""
+
+_USER: Message = {"role": "user", "content": "."}
+
+
+def text_answer() -> Message:
+    """An answer without tool calls whose body is the sentinel."""
+    return {"role": "assistant", "content": SENTINEL}
+
+
+def call_answer(calls: Sequence[tuple[str, str]], arguments: Callable[[str], Any]) -> Message:
+    """An answer with these ``(id, name)`` tool calls; the last one's arguments hold the sentinel."""
+    last = len(calls) - 1
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "type": "function",
+                "id": call_id,
+                "function": {"name": name, "arguments": arguments(SENTINEL if i == last else "x")},
+            }
+            for i, (call_id, name) in enumerate(calls)
+        ],
+    }
+
+
+def after_sentinel(text: str) -> str:
+    """The text behind the last sentinel; raises ``RenderError`` where the template swallowed it."""
+    _, found, rest = text.rpartition(SENTINEL)
+    if not found:
+        raise RenderError("the chat template drops or rewrites the assistant's text")
+    return rest
+
+
+class Splicer:
+    """The tails of one template.
+
+    ``closer``: what the template writes after the body of a final answer (``<|im_end|>\\n``).
+    ``call_closer``: the same after tool calls, behind the calls' own closing marks; None where calls don't render.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        arguments: Callable[[str], Any],
+        call_id: str,
+        control: re.Pattern[str],
+    ) -> None:
+        self._template = template
+        self._arguments = arguments
+        self.closer = after_sentinel(self._stub(text_answer(), [], generation_prompt=False))
+        self._call_end = self.call_closer = ""
+        try:
+            calls = call_answer([(call_id, "f")], arguments)
+            ending = after_sentinel(self._stub(calls, [], generation_prompt=False))
+        except RenderError:
+            self.calls = False
+        else:
+            self.calls = True
+            self.call_closer = _common_suffix(ending, self.closer)
+            for marker in control.finditer(ending):  # a control token is never cut: <|call|> and <|return|> end alike
+                if marker.start() < len(ending) - len(self.call_closer) < marker.end():
+                    self.call_closer = ending[marker.start() :]
+            self._call_end = ending.removesuffix(self.call_closer)
+
+    def tail(self, answer: Message, new: Sequence[Message], tools: Sequence[Tool] = (), **variables: Any) -> str:
+        """What follows the body of ``answer``: its closer, ``new`` and the generation prompt, as text."""
+        calls = [(c["id"], c["function"]["name"]) for c in answer.get("tool_calls", ())]
+        if not calls or not self.calls:
+            return after_sentinel(self._stub(text_answer(), new, tools, **variables))
+        try:
+            text = self._stub(call_answer(calls, self._arguments), new, tools, **variables)
+        except RenderError:
+            # Some templates allow one call a turn; the results that follow render the same.
+            text = self._stub(call_answer(calls[-1:], self._arguments), new, tools, **variables)
+        rest = after_sentinel(text)
+        if not rest.startswith(self._call_end):
+            raise RenderError("the chat template closes a tool call in two different ways")
+        return rest[len(self._call_end) :]
+
+    def _stub(
+        self,
+        answer: Message,
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        messages = [_USER, answer, *new]
+        return self._template.render(messages, tools, generation_prompt=generation_prompt, **variables)
+
+
+def _common_suffix(a: str, b: str) -> str:
+    n = 0
+    while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
+        n += 1
+    return a[len(a) - n :]

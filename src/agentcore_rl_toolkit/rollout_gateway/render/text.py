@@ -1,0 +1,106 @@
+"""Text to token ids, with control tokens that somebody merely spelled kept as ordinary text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Tokenizer
+
+# Put after the first character of a control token spelled in content, so that neither the template nor the
+# tokenizer takes it for the real one; taken out again before encoding. U+10FFFD is private use.
+GUARD = "\U0010fffd"
+
+LONG_TEXT = 4096
+"""Characters from which a text is worth a worker thread (about 2 ms of encoding)."""
+
+
+class TextEncoder:
+    """Encodes rendered conversations.
+
+    ``special``: added tokens flagged special; ``control``: every added token, also those a template uses as
+    markers (``<tool_call>``, ``<think>``).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        # Runs of spaces that some vocabularies add are no markers, and a single character can't be guarded.
+        control = {i: token for i, token in added.items() if len(token.content.strip()) > 1}
+        self.control = {token.content: i for i, token in control.items()}
+        self.special = {token.content: i for i, token in control.items() if token.special}
+        self.find_control = _any_of(self.control)
+        self._find_special = _any_of(self.special)
+        self._plain: Tokenizer | None = None
+
+    def guard(self, text: str, *, special_only: bool = False) -> str:
+        """``text`` with every control token in it broken by :data:`GUARD` (and stray guards removed)."""
+        if GUARD in text:
+            text = text.replace(GUARD, "")
+        pattern = self._find_special if special_only else self.find_control
+        return pattern.sub(lambda m: m[0][0] + GUARD + m[0][1:], text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text; guarded control tokens come out as ordinary text."""
+        text = text.encode("utf-8", "replace").decode("utf-8") if _has_surrogate(text) else text
+        if GUARD in text:
+            return self._encode_guarded(text)
+        if len(text) < LONG_TEXT:
+            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        # encode() holds the interpreter lock, encode_batch() doesn't: long texts come from worker threads.
+        return list(self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+
+    def _encode_guarded(self, text: str) -> list[int]:
+        plain = self._plain_tokenizer()
+        ids: list[int] = []
+        position = 0
+        for match in self.find_control.finditer(text):
+            ids += self._encode_gap(plain, text[position : match.start()])
+            ids.append(self.control[match[0]])
+            position = match.end()
+        return ids + self._encode_gap(plain, text[position:])
+
+    @staticmethod
+    def _encode_gap(plain: Tokenizer, text: str) -> list[int]:
+        text = text.replace(GUARD, "")
+        return list(plain.encode(text, add_special_tokens=False).ids) if text else []
+
+    def _plain_tokenizer(self) -> Tokenizer:
+        """The same vocabulary without added tokens, made when first needed."""
+        if self._plain is None:
+            spec = json.loads(self.tokenizer.to_str())
+            spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in self.control]
+            spec["post_processor"] = None
+            self._plain = Tokenizer.from_str(json.dumps(spec))
+        return self._plain
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for any of these tokens, the longest first; it never matches where there are none.
+
+    A trie, not a flat alternation: vocabularies have up to a thousand control tokens with one common prefix.
+    """
+    trie: dict[str, Any] = {}
+    for token in tokens:
+        node = trie
+        for char in token:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_trie_pattern(trie) if trie else r"(?!)")
+
+
+def _trie_pattern(node: dict[str, Any]) -> str:
+    branches = [re.escape(char) + _trie_pattern(child) for char, child in node.items() if char]
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False

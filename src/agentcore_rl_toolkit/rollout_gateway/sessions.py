@@ -1,0 +1,130 @@
+"""Sessions: who may talk to the gateway, and what each one holds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ContractError, GatewayError
+from .traces import TokenTree, Turn
+
+MIN_OWN_KEY = 20
+"""A caller-chosen id is its own key, so it must not be guessable."""
+_REMEMBERED = 10_000
+_MAC_CHARS = 32
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One conversation partner: a key, its limits and the tokens it caused.
+
+    ``sampling_defaults`` < the request < ``sampling_overrides``. ``max_context_tokens``: window of the model, 0 =
+    unlimited. ``min_response_tokens``: a request whose prompt leaves less room is refused. ``max_turns``,
+    ``max_total_tokens`` (sampled tokens): None = unlimited.
+    """
+
+    session_id: str
+    api_key: str = field(repr=False)
+    gateway_url: str
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    sampling_overrides: dict[str, Any] = field(default_factory=dict)
+    max_context_tokens: int = 0
+    min_response_tokens: int = 1
+    max_turns: int | None = None
+    max_total_tokens: int | None = None
+    created: float = field(default_factory=time.time)
+    tree: TokenTree = field(default_factory=TokenTree, repr=False)
+    sampled_tokens: int = 0
+    in_flight: dict[bytes, asyncio.Future[Turn]] = field(default_factory=dict, repr=False)
+    """Answers being sampled, by the key of their prompt: what a retry may join."""
+    requests: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
+    """Requests being served, until their last byte is written."""
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI clients; carries the key, so any ``api_key`` works with it."""
+        return f"{self.gateway_url}/sessions/{self.api_key}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For Anthropic clients, which append ``/v1`` themselves."""
+        return f"{self.gateway_url}/sessions/{self.api_key}"
+
+
+class SessionStore:
+    """Sessions by key. A generated key is ``id.HMAC``: an ended session is recognised without remembering it."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._by_key: dict[str, Session] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def create(self, session_id: str | None, gateway_url: str, **limits: Any) -> Session:
+        if session_id is None:
+            session_id = secrets.token_hex(16)
+            key = f"{session_id}.{self._mac(session_id)}"
+        else:
+            key = _own_key(session_id)
+            if key in self._by_key:
+                raise ContractError(f"session_id: {session_id!r} is in use; finish it first or choose another")
+            self._ended.pop(_digest(key), None)
+        session = Session(session_id=session_id, api_key=key, gateway_url=gateway_url, **limits)
+        self._by_key[key] = session
+        return session
+
+    def get(self, key: str | None) -> Session:
+        """The live session of a key; raises 401 for an unknown one, 410 for one whose session has ended."""
+        session = self._by_key.get(key) if key else None
+        if session is not None:
+            return session
+        if key and self._has_ended(key):
+            raise GatewayError(410, "this session has ended", kind="session_ended")
+        raise GatewayError(
+            401,
+            "unknown session key: send the session's key as Bearer token or in the URL",
+            kind="invalid_api_key",
+        )
+
+    def pop(self, session_id: str) -> Session:
+        """Take a session out, by its id or key; raises ``KeyError`` for one that is not live."""
+        key = session_id if session_id in self._by_key else f"{session_id}.{self._mac(session_id)}"
+        session = self._by_key.pop(key)
+        if session.api_key == session.session_id:
+            self._ended[_digest(key)] = None
+            while len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+        return session
+
+    def _has_ended(self, key: str) -> bool:
+        session_id, _, mac = key.rpartition(".")
+        if session_id and hmac.compare_digest(mac.encode(), self._mac(session_id).encode()):
+            return True
+        return _digest(key) in self._ended
+
+    def _mac(self, session_id: str) -> str:
+        mac = hmac.new(self._secret, session_id.encode("utf-8", "surrogatepass"), hashlib.sha256)
+        return mac.hexdigest()[:_MAC_CHARS]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _own_key(session_id: str) -> str:
+    if len(session_id) < MIN_OWN_KEY:
+        raise ContractError(
+            f"session_id: {session_id!r} has {len(session_id)} characters; it serves as the session's key, so it needs "
+            f"at least {MIN_OWN_KEY}. Leave it out to get an unguessable one"
+        )
+    if not all(c.isascii() and (c.isalnum() or c in "-_.~") for c in session_id):
+        raise ContractError(f"session_id: {session_id!r} may hold only letters, digits and -_.~ (it is part of a URL)")
+    return session_id

@@ -1,0 +1,130 @@
+"""From a token tree to training rows: one row per leaf, every sampled token trained in exactly one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .record import Status, TraceRecord
+from .tree import TokenTree, Turn, TurnState
+
+Abandoned = Literal["mask", "train"]
+
+
+@dataclass(slots=True)
+class _Row:
+    """The columns of one row, numpy inside."""
+
+    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    mask: list[npt.NDArray[np.int8]] = field(default_factory=list)
+    logprobs: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    length: int = 0
+
+
+def linearize(
+    tree: TokenTree,
+    *,
+    rollout_id: str,
+    reward: float | None,
+    metadata: dict[str, Any],
+    decode: Callable[[Sequence[int]], str],
+    abandoned: Abandoned = "mask",
+) -> list[TraceRecord]:
+    """The rows of a session, in the order in which their leaves were delivered. O(tokens of the rows).
+
+    A prefix that several rows share is trained in the first of them. A turn that nobody extended although another
+    answer to the same prompt was extended is abandoned: mask 0, unless ``abandoned="train"``.
+    """
+    turns = tree.delivered()
+    parents = {id(t.parent) for t in turns if t.parent is not None}
+    unused = _abandoned(turns, parents)
+    left = set() if abandoned == "train" else unused
+    trained: set[int] = set()
+    records = []
+    for leaf in turns:
+        if id(leaf) in parents:
+            continue
+        row = _row(leaf.path(), trained, left)
+        records.append(
+            _record(
+                row,
+                leaf,
+                rollout_id=rollout_id,
+                reward=reward,
+                metadata={**metadata, "abandoned_turns": len(unused), "abandoned": id(leaf) in unused},
+                decode=decode,
+            )
+        )
+    return records
+
+
+def _abandoned(turns: Sequence[Turn], parents: set[int]) -> set[int]:
+    """Turns that nobody built on although somebody built on another answer to the very same prompt."""
+    same_prompt: dict[tuple[int, bytes], list[Turn]] = {}
+    for turn in turns:
+        same_prompt.setdefault((id(turn.parent), turn.prompt_key), []).append(turn)
+    return {
+        id(turn)
+        for group in same_prompt.values()
+        if any(id(turn) in parents for turn in group)
+        for turn in group
+        if id(turn) not in parents
+    }
+
+
+def _row(path: Sequence[Turn], trained: set[int], left: set[int]) -> _Row:
+    row = _Row()
+    for position, turn in enumerate(path):
+        assert turn.state is TurnState.DELIVERED
+        new, output = np.asarray(turn.new_ids, np.int32), np.asarray(turn.output_ids, np.int32)
+        fresh = id(turn) not in trained and id(turn) not in left
+        trained.add(id(turn))
+        row.ids += [new, output]
+        context = 0 if position == 0 else len(new)  # the first prompt lies before the response region
+        row.mask += [np.zeros(context, np.int8), np.full(len(output), fresh, np.int8)]
+        logprobs = np.asarray(turn.logprobs, np.float64)
+        row.logprobs += [np.zeros(context), logprobs if fresh else np.zeros(len(output))]
+        row.versions += [None] * context
+        row.versions += turn.policy_versions or [None] * len(output)
+        start = row.length + context
+        row.length = start + len(output)
+        row.turns.append(
+            {"span": [start, row.length], "trained": fresh, "finish_reason": turn.finish_reason, **turn.info}
+        )
+    return row
+
+
+def _record(
+    row: _Row,
+    leaf: Turn,
+    *,
+    rollout_id: str,
+    reward: float | None,
+    metadata: dict[str, Any],
+    decode: Callable[[Sequence[int]], str],
+) -> TraceRecord:
+    token_ids: list[int] = np.concatenate(row.ids).tolist()
+    path = leaf.path()
+    return TraceRecord(
+        token_ids=token_ids,
+        loss_mask=np.concatenate(row.mask).tolist(),
+        logprobs=np.concatenate(row.logprobs).tolist(),
+        rollout_id=rollout_id,
+        reward=reward,
+        response=decode(token_ids[len(token_ids) - row.length :]),
+        metadata={
+            **metadata,
+            "fork": next((t.fork for t in reversed(path) if t.fork), None),
+            "exact_logprobs": all(t.info.get("exact_logprobs", True) for t in path),
+            "ill_formed_turns": sum(t.message.ill_formed for t in path),
+            "turns": row.turns,
+        },
+        status=Status.TRUNCATED if leaf.finish_reason == "length" else Status.COMPLETED,
+        policy_versions=row.versions if any(v is not None for v in row.versions) else None,
+    )

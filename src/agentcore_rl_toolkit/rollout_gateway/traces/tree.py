@@ -1,0 +1,147 @@
+"""The token tree of one session: what was sampled, on top of what, and what became of it.
+
+A node is one turn: the prompt tokens that were new since its parent, then the sampled tokens. The path from the
+root to a node, concatenated, is exactly what the engine saw and produced. Nothing is ever tokenized again.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from ..messages import Message
+from ..parsed import ParsedMessage
+
+
+class TurnState(IntEnum):
+    """A turn goes sampled -> PREPARED (kept, before its last byte is sent) -> DELIVERED (the client has it)."""
+
+    PREPARED = 1
+    DELIVERED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One node.
+
+    ``new_ids``: prompt tokens since the parent's last token (int32). ``output_ids`` / ``logprobs``: the sampled
+    tokens (int32) and their logprobs (float64). ``policy_versions``: one int or None per sampled token, or None.
+    ``depth``: messages up to and including the answer. ``key``: chain key of those messages. ``prompt_key``: chain
+    key of the messages without the answer: siblings of one prompt share it. ``fork``: why this turn does not
+    continue the session's row, None if it does. ``info``: what a record's metadata says of the turn.
+    """
+
+    parent: Turn | None
+    new_ids: array[int]
+    output_ids: array[int]
+    logprobs: array[float]
+    finish_reason: str
+    message: ParsedMessage
+    call_ids: list[str]
+    depth: int
+    key: bytes
+    prompt_key: bytes
+    policy_versions: list[int | None] | None = None
+    fork: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    state: TurnState = TurnState.PREPARED
+    order: int = -1
+    """Delivery order in the session, -1 while not delivered."""
+    extended: bool = False
+    """A later request built on this turn."""
+    held: list[int] | None = None
+    """All tokens up to the end of this turn; kept at the tips only, where the next turn needs them."""
+
+    def path(self) -> list[Turn]:
+        """The turns from the root to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        turns.reverse()
+        return turns
+
+    def tokens(self) -> list[int]:
+        """All tokens from the root to the end of this turn."""
+        if self.held is not None:
+            return self.held
+        ids: list[int] = []
+        for turn in self.path():
+            ids.extend(turn.new_ids)
+            ids.extend(turn.output_ids)
+        return ids
+
+
+class TokenTree:
+    """All turns of a session. Not thread-safe: one event loop owns it."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.ties = 0
+        """How often two siblings matched a request equally well; the later delivered one was taken."""
+        self._by_key: dict[bytes, list[Turn]] = {}
+        self._delivered = 0
+
+    def match(self, messages: Sequence[Message], keys: Sequence[bytes]) -> Turn | None:
+        """The deepest turn whose conversation is a prefix of ``messages`` (``keys`` are their chain keys).
+
+        Ties go to the most recently delivered turn. Reasoning is compared where the client sent it back.
+        """
+        for index in range(len(messages) - 1, -1, -1):
+            if messages[index]["role"] != "assistant":
+                continue
+            found = [t for t in self._by_key.get(keys[index], ()) if _same_reasoning(t, messages)]
+            if found:
+                self.ties += len(found) > 1
+                return max(found, key=lambda turn: turn.order)
+        return None
+
+    def siblings(self, prompt_key: bytes, parent: Turn | None) -> list[Turn]:
+        """The turns that answered this very prompt."""
+        return [t for t in self.turns if t.prompt_key == prompt_key and t.parent is parent]
+
+    def add(self, turn: Turn) -> None:
+        """Keep a sampled turn (prepared). Its parent, if it was only prepared, is thereby delivered."""
+        if turn.parent is not None:
+            self.deliver(turn.parent)
+            turn.parent.extended = True
+        self.turns.append(turn)
+        self._by_key.setdefault(turn.key, []).append(turn)
+
+    def deliver(self, turn: Turn) -> None:
+        """The client has the whole answer."""
+        if turn.state is not TurnState.DELIVERED:
+            turn.state = TurnState.DELIVERED
+            turn.order = self._delivered
+            self._delivered += 1
+
+    def delivered(self) -> list[Turn]:
+        """Delivered turns in delivery order."""
+        return sorted((t for t in self.turns if t.state is TurnState.DELIVERED), key=lambda t: t.order)
+
+
+def _same_reasoning(turn: Turn, messages: Sequence[Message]) -> bool:
+    node: Turn | None = turn
+    while node is not None:
+        sent = messages[node.depth - 1].get("reasoning_content")
+        if sent and sent.strip() != node.message.reasoning.strip():
+            return False
+        node = node.parent
+    return True
+
+
+def check_output(output_ids: Sequence[int], logprobs: Sequence[float]) -> str | None:
+    """What is wrong with (a piece of) an engine's answer, or None. Never padded, cut or guessed."""
+    if len(output_ids) != len(logprobs):
+        return f"{len(output_ids)} token ids but {len(logprobs)} logprobs"
+    for i, logprob in enumerate(logprobs):
+        if logprob is None or not math.isfinite(logprob):
+            return f"logprob {i} is {logprob}"
+        if logprob > 1e-3:
+            return f"logprob {i} is {logprob}, above 0"
+    return None
