@@ -210,7 +210,6 @@ class RolloutGateway:
             )
         keys = chain(request.messages, request.tools)
         parent = session.tree.match(request.messages, keys)
-        new_from = parent.depth if parent else 0
         fork = _fork_reason(session.tree, parent, request, keys)
         try:
             if parent and _new_characters(request, parent) < _INLINE_CHARACTERS:
