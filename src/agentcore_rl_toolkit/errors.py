@@ -9,6 +9,7 @@
     ├── RolloutError               one rollout failed; `outcome` says how
     │   ├── RolloutTimeout (TimeoutError)
     │   ├── RolloutCancelled
+    │   ├── RolloutRejected        the payload broke the contract; the agent did not run
     │   └── InvocationError        AgentCore refused or lost the session
     ├── EngineError                the sampling engine failed or broke its contract
     ├── RenderError                a conversation can't be rendered for this model
@@ -77,6 +78,12 @@ class RolloutCancelled(RolloutError):
     """The rollout was cancelled before it had a result."""
 
     outcome = Outcome.CANCELLED
+
+
+class RolloutRejected(RolloutError):
+    """The agent refused the payload, because its ``_rollout`` breaks the contract. The agent's code did not run."""
+
+    outcome = Outcome.REJECTED
 
 
 class InvocationError(RolloutError):

@@ -11,6 +11,7 @@ import datetime as dt
 import enum
 import json
 import math
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,10 @@ __all__ = [
     "dumps",
     "error_result",
     "is_success",
+    "make_input_id",
+    "make_session_id",
     "result_key",
+    "result_outcome",
     "success_result",
     "to_jsonable",
 ]
@@ -79,9 +83,10 @@ class RolloutConfig:
 
     @classmethod
     def from_payload(cls, payload: object) -> RolloutConfig | None:
-        """Read and validate ``payload["_rollout"]``; None if the payload has none (a production call).
+        """Read and validate ``payload["_rollout"]``.
 
-        Raises ``ContractError`` naming the offending field.
+        None for a direct call: a payload without ``_rollout``, or with one that names no place for a result
+        (none of ``exp_id``, ``input_id``, ``s3_bucket``). Raises ``ContractError`` naming the offending field.
         """
         if not isinstance(payload, Mapping):
             raise ContractError(f"payload: a JSON object is required, got {type(payload).__name__}")
@@ -90,14 +95,14 @@ class RolloutConfig:
             return None
         if not isinstance(raw, Mapping):
             raise ContractError(f"_rollout: a JSON object is required, got {type(raw).__name__}")
+        if not any(name in raw for name in ("exp_id", "input_id", "s3_bucket")):
+            return None
         for name in ("base_url", "model_id", "api_key", "notify_url"):
             if raw.get(name) is not None and not isinstance(raw[name], str):
                 raise ContractError(f"_rollout.{name}: a string is required, got {type(raw[name]).__name__}")
         params = raw.get("sampling_params")
         if params is not None and not isinstance(params, Mapping):
-            raise ContractError(
-                f"_rollout.sampling_params: a JSON object is required, got {type(params).__name__}"
-            )
+            raise ContractError(f"_rollout.sampling_params: a JSON object is required, got {type(params).__name__}")
         known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         return cls(
             exp_id=_key_part("exp_id", raw.get("exp_id")),
@@ -141,9 +146,7 @@ def to_jsonable(value: Any, path: str = "result") -> Any:
             raise ContractError(f"{path}: {'NaN' if math.isnan(value) else value} is not JSON")
         return float(value)
     if isinstance(value, Mapping):
-        return {
-            _json_key(key, path): to_jsonable(item, _child(path, str(key))) for key, item in value.items()
-        }
+        return {_json_key(key, path): to_jsonable(item, _child(path, str(key))) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [to_jsonable(item, f"{path}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dt.datetime | dt.date | dt.time):
@@ -168,9 +171,12 @@ def _child(path: str, name: str) -> str:
     return name if path == "result" else f"{path}.{name}"
 
 
-def dumps(value: Any) -> str:
-    """Strict JSON text of a value that :func:`to_jsonable` accepts."""
-    return json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=False)
+def dumps(value: Any, path: str = "result") -> str:
+    """Strict JSON text of a value that :func:`to_jsonable` accepts; raises ``ContractError`` like it."""
+    try:
+        return json.dumps(to_jsonable(value, path), allow_nan=False, ensure_ascii=False)
+    except RecursionError:
+        raise ContractError(f"{path}: nested too deeply, or it contains itself") from None
 
 
 # -- the result object -----------------------------------------------------------------------------------
@@ -180,14 +186,25 @@ def success_result(returned: Any, config: RolloutConfig, key: str) -> dict[str, 
     """The result object of a handler that returned ``returned``; raises ``ContractError`` if that is no result."""
     if not isinstance(returned, Mapping):
         raise ContractError(f"result: the handler must return a dict, it returned {type(returned).__name__}")
-    body = {"status_code": 200, "stop_reason": "end_turn", **to_jsonable(returned)}
+    try:
+        plain = to_jsonable(returned)
+    except RecursionError:
+        raise ContractError("result: nested too deeply, or it contains itself") from None
+    body = {"status_code": 200, "stop_reason": "end_turn", **plain}
     return {**body, **_address(config, key)}
 
 
-def error_result(stop_reason: str, config: RolloutConfig, key: str, *, traceback: str = "") -> dict[str, Any]:
-    """The result object of a rollout that failed."""
-    body = {"status_code": 500, "stop_reason": stop_reason or "error", "traceback": traceback}
-    return {**body, **_address(config, key)}
+def error_result(
+    stop_reason: str,
+    config: RolloutConfig,
+    key: str,
+    *,
+    traceback: str = "",
+    outcome: Outcome = Outcome.AGENT_FAILED,
+) -> dict[str, Any]:
+    """The result object of a rollout that failed; ``outcome`` says how, for whoever reads it later."""
+    body = {"status_code": 500, "outcome": outcome.value, "stop_reason": stop_reason or "error"}
+    return {**body, "traceback": traceback, **_address(config, key)}
 
 
 def _address(config: RolloutConfig, key: str) -> dict[str, Any]:
@@ -197,3 +214,27 @@ def _address(config: RolloutConfig, key: str) -> dict[str, Any]:
 def is_success(result: Mapping[str, Any]) -> bool:
     """Whether a result object stands for a success: ``status_code`` is 200 or absent."""
     return result.get("status_code") in (None, 200)
+
+
+def result_outcome(result: Mapping[str, Any]) -> Outcome:
+    """What a result object says about how the rollout ended: ``succeeded``, or the error's own outcome."""
+    if is_success(result):
+        return Outcome.SUCCEEDED
+    try:
+        outcome = Outcome(result.get("outcome", ""))
+    except ValueError:  # an agent's own error object, or one of an older toolkit
+        return Outcome.AGENT_FAILED
+    return Outcome.AGENT_FAILED if outcome in (Outcome.SUCCEEDED, Outcome.TRUNCATED) else outcome
+
+
+# -- identity --------------------------------------------------------------------------------------------
+
+
+def make_input_id(run: str, index: int, sample: int) -> str:
+    """``{run}-{index:08d}-{sample:03d}``: sorts in the order in which the rollouts are started."""
+    return f"{run}-{index:08d}-{sample:03d}"
+
+
+def make_session_id(run: str, input_id: str, attempt: int = 0) -> str:
+    """A session id (36 characters) that a restarted trainer computes again."""
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"agentcore-rl:{run}/{input_id}/{attempt}"))

@@ -1,0 +1,96 @@
+"""Calling an agent's handler so that nothing it does harms the process that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import logging
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Did", "call_handler", "describe", "in_thread", "takes_context"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Did:
+    """What a handler did, as a value: a SystemExit or a cancellation inside it may not end the event loop."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def unwrap(self) -> Any:
+        if self.error is None:
+            return self.value
+        if isinstance(self.error, Exception):
+            raise self.error
+        raise RuntimeError(f"the agent's code raised {describe(self.error)}") from self.error
+
+
+async def call_handler(func: Callable[..., Any], pass_context: bool, payload: Any, context: Any) -> Did:
+    args = (payload, context) if pass_context else (payload,)
+    if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__):
+        return await _guarded(func(*args))
+    did = await in_thread(functools.partial(contextvars.copy_context().run, func, *args))
+    return await _guarded(did.value) if inspect.isawaitable(did.value) else did
+
+
+async def _guarded(handler: Awaitable[Any]) -> Did:
+    async def body() -> Did:
+        try:
+            return Did(await handler)
+        except BaseException as error:  # noqa: BLE001 - see Did
+            return Did(error=error)
+
+    try:
+        # A task of its own: a handler that cancels "the current task" may not cancel the writing of its result.
+        return await asyncio.create_task(body())
+    except asyncio.CancelledError as error:
+        return Did(error=error)
+
+
+def in_thread(work: Callable[[], Any]) -> asyncio.Future[Did]:
+    """Run ``work`` in a daemon thread: an agent that is still busy does not keep a stopping process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Did] = loop.create_future()
+
+    def settle(did: Did) -> None:
+        if not future.done():
+            future.set_result(did)
+
+    def body() -> None:
+        try:
+            did = Did(work())
+        except BaseException as error:  # noqa: BLE001 - see Did
+            did = Did(error=error)
+        try:
+            loop.call_soon_threadsafe(settle, did)
+        except RuntimeError:  # the loop is closed: the process is going away
+            logger.debug("a thread ended after its event loop")
+
+    threading.Thread(target=body, name="agentcore-rl-agent", daemon=True).start()
+    return future
+
+
+def takes_context(func: Callable[..., Any]) -> bool:
+    parameters = list(inspect.signature(func).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    needs_keyword = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    if not positional or len(required) > 2 or needs_keyword:
+        raise TypeError(
+            f"rollout_entrypoint: {getattr(func, '__name__', func)} must take (payload) or (payload, context)"
+        )
+    # A second parameter with a default of its own (``temperature=0.7``) is not meant for the context.
+    return len(positional) > 1 and positional[1].default in (inspect.Parameter.empty, None)
+
+
+def describe(error: BaseException) -> str:
+    """``ValueError: what it says``, also for exceptions whose ``str()`` raises."""
+    return "".join(traceback.format_exception_only(error)).strip()

@@ -1,0 +1,105 @@
+"""Keep secrets out of what leaves the process: by value, by field name, and inside URLs.
+
+A :class:`Redactor` is told the secrets of one rollout or session and masks them wherever they turn up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+MASK = "***"
+
+# Stand-ins that people type where a key is required. Masking them would only garble messages.
+_PLACEHOLDERS = frozenset({"empty", "none", "null", "true", "false", "dummy", "bearer", "basic"})
+_MIN_LENGTH = 4
+
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|credential|authorization|cookie|bearer"  # anywhere in the name
+    r"|(?:key|token|auth|pwd)$"  # api_key, x-api-key, accessToken; not keyword, max_tokens, tokenizer
+    r"|(?:^|[_\-.])(?:key|keys|token|auth|pwd)(?:[_\-.]|$)",  # key_id, keys, token-value
+    re.IGNORECASE,
+)
+_IN_URL = re.compile(
+    r"(/sessions/"  # the gateway's per-session URL holds the session's key
+    r"|://[^\s/:@]*:(?=[^\s/@]+@)"  # user:password@
+    r"|[?&;][^\s=&?;#]*(?:key|token|secret|passw|auth|signature|credential)[^\s=&]*=)"
+    r"([^\s/?#&;@'\"<>]+)",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{4,}", re.IGNORECASE)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a field of this name is taken to hold a secret (``api_key``, ``Authorization``, ``db-password``)."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def find_secrets(value: Any, *, secret: bool = False) -> Iterator[str]:
+    """Every secret string in a JSON-like value: under secret-looking names, and the keys inside URLs."""
+    if isinstance(value, str):
+        if secret:
+            yield value
+        elif "://" in value:
+            yield from (match[2] for match in _IN_URL.finditer(value))
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from find_secrets(item, secret=secret or is_secret_name(str(name)))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_secrets(item, secret=secret)
+
+
+class Redactor:
+    """Masks the given secret values, and whatever looks like a secret in a URL or an Authorization header.
+
+    Values shorter than 4 characters and placeholders such as ``EMPTY`` are not masked by value.
+    """
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        known = {s.strip() for s in secrets}
+        known |= {s.partition(" ")[2].strip() for s in known if s.lower().startswith(("bearer ", "basic "))}
+        known = {s for s in known if len(s) >= _MIN_LENGTH and s.lower() not in _PLACEHOLDERS}
+        # A secret may show up as it is, percent-encoded, or escaped by JSON or repr().
+        forms = {form for s in known for form in (s, _quote(s), json.dumps(s)[1:-1], repr(s)[1:-1])}
+        longest_first = sorted(forms, key=lambda s: (-len(s), s))
+        self._known = re.compile("|".join(map(re.escape, longest_first))) if forms else None
+
+    def text(self, text: str) -> str:
+        """``text`` with every secret replaced by ``***``."""
+        if self._known is not None:
+            text = self._known.sub(MASK, text)
+        text = _IN_URL.sub(rf"\1{MASK}", text)
+        return _BEARER.sub(rf"\1 {MASK}", text)
+
+    def values(self, value: Any) -> Any:
+        """A JSON-like value in which only the known secrets are masked; for data that must stay as it is."""
+        if self._known is None:
+            return value
+        if isinstance(value, str):
+            return self._known.sub(MASK, value)
+        if isinstance(value, Mapping):
+            return {self.values(name): self.values(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.values(item) for item in value]
+        return value
+
+    def fields(self, value: Any) -> Any:
+        """A JSON-like value with known secrets masked, and everything under secret-looking names."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                self.text(str(name)): MASK if item is not None and is_secret_name(str(name)) else self.fields(item)
+                for name, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.fields(item) for item in value]
+        return value
+
+
+def _quote(text: str) -> str:
+    return quote(text.encode("utf-8", "replace"), safe="")
