@@ -20,16 +20,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="AgentCore Runtime and S3 on this machine",
         description="Serve AgentCore Runtime and S3 on 127.0.0.1, until Ctrl-C (twice: at once).",
     )
-    parser.add_argument(
-        "--agent", required=True, metavar="COMMAND", help="start command, e.g. 'python rl_app.py'"
-    )
+    parser.add_argument("--agent", required=True, metavar="COMMAND", help="start command, e.g. 'python rl_app.py'")
     parser.add_argument("--cwd", metavar="DIR", help="where the command's files are (default: here)")
     parser.add_argument("--data-dir", metavar="DIR", help="sessions and S3 objects (default: temporary)")
     parser.add_argument("--port", type=int, default=0, help="AgentCore's port (default: a free one)")
     parser.add_argument("--s3-port", type=int, default=0, help="S3's port (default: a free one)")
-    parser.add_argument(
-        "--bucket", default="local", help="a bucket that exists from the start (default: local)"
-    )
+    parser.add_argument("--bucket", default="local", help="a bucket that exists from the start (default: local)")
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="for the agent; may be repeated"
     )
@@ -37,9 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--start", choices=["fork", "process"], help="how sessions start (default: fork for 'python file.py')"
     )
     parser.add_argument("--idle-timeout", type=float, default=900.0, metavar="SECONDS", help="default: 900")
-    parser.add_argument(
-        "--max-lifetime", type=float, default=28_800.0, metavar="SECONDS", help="default: 28800"
-    )
+    parser.add_argument("--max-lifetime", type=float, default=28_800.0, metavar="SECONDS", help="default: 28800")
     parser.add_argument("--stop-grace", type=float, default=15.0, metavar="SECONDS", help="default: 15")
     parser.set_defaults(run=_run)
 
@@ -73,9 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for name in exports:
             print(f"  export {name}={shlex.quote(environment[name])}")
         rest = " ".join(
-            f"{k}={v}"
-            for k, v in environment.items()
-            if k.startswith(("AWS_ACCESS", "AWS_SECRET", "AWS_REGION"))
+            f"{k}={v}" for k, v in environment.items() if k.startswith(("AWS_ACCESS", "AWS_SECRET", "AWS_DEFAULT"))
         )
         print(f"  export {rest}   # if you have no credentials")
         print(f"\nagent runtime ARN  {local.agent_runtime_arn}\nbucket             {local.bucket}")

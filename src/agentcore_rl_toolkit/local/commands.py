@@ -59,9 +59,7 @@ async def run(session: Session, command: str, timeout: float) -> AsyncGenerator[
         await asyncio.gather(*pumps, last, return_exceptions=True)
 
 
-async def _pump(
-    name: str, reader: asyncio.StreamReader, process: Process, queue: asyncio.Queue[_Event]
-) -> None:
+async def _pump(name: str, reader: asyncio.StreamReader, process: Process, queue: asyncio.Queue[_Event]) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may lie across two chunks
     while True:
         read = asyncio.ensure_future(reader.read(_CHUNK))

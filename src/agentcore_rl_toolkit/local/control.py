@@ -19,6 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from agentcore_rl_toolkit.errors import SetupError
+
 from .limits import Lifecycle, ServiceError, invalid
 from .sessions import Agent
 
@@ -47,6 +48,8 @@ class ControlPlane:
                 "environmentVariables.AGENTCORE_RL_COMMAND is required by the local runtime: "
                 "the command that starts the agent, e.g. 'python rl_app.py'"
             )
+        if any(agent.name == name for agent in self._agents.values()):
+            raise ServiceError("ConflictException", f"An agent runtime {name} exists already")
         lifecycle = replace(
             self._lifecycle,
             idle_timeout=timeouts.get("idleRuntimeSessionTimeout", self._lifecycle.idle_timeout),

@@ -25,10 +25,7 @@ def exception(error_type: str, message: str) -> bytes:
 def _frame(headers: Mapping[str, str], body: Mapping[str, Any]) -> bytes:
     payload = json.dumps(body, ensure_ascii=False).encode()
     head = b"".join(
-        struct.pack("!B", len(name))
-        + name.encode()
-        + struct.pack("!BH", _STRING, len(value))
-        + value.encode()
+        struct.pack("!B", len(name)) + name.encode() + struct.pack("!BH", _STRING, len(value)) + value.encode()
         for name, value in {**headers, ":content-type": "application/json"}.items()
     )
     prelude = struct.pack("!II", 16 + len(head) + len(payload), len(head))

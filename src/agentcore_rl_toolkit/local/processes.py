@@ -18,6 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from agentcore_rl_toolkit.errors import SetupError
+
 from . import supervisor as program
 
 logger = logging.getLogger("agentcore_rl_toolkit.local")
@@ -51,6 +53,7 @@ class Supervisor:
         self._reader: asyncio.Task[None] | None = None
         self._jobs: dict[int, Process] = {}
         self._numbers = count(1)
+        self._opening = asyncio.Lock()
 
     async def open(self) -> None:
         """Start the program and wait until it has imported what it should."""
@@ -74,7 +77,11 @@ class Supervisor:
         try:
             hello = json.loads(await reader.readline())
         except ValueError:
-            raise RuntimeError("the process supervisor ended before it was ready") from None
+            raise SetupError(
+                f"importing ahead what {self.script} imports ended the process: start='process' avoids that"
+                if self.script
+                else f"{self._python} can't run the process supervisor (Python >= 3.9 is required)"
+            ) from None
         for problem in hello["failed"]:
             logger.warning("could not import ahead of the sessions: %s", problem)
         if self.script and hello["threads"] > 1:
@@ -101,6 +108,10 @@ class Supervisor:
 
         A ``main`` is forked where that is possible; ``argv`` is then ``[python, script, *arguments]``.
         """
+        async with self._opening:
+            if self._reader is None or self._reader.done():  # somebody killed it, the out-of-memory killer perhaps
+                await self.close()
+                await self.open()
         process = Process(next(self._numbers), self)
         self._jobs[process.job] = process
         request: dict[str, Any] = {"op": "start", "job": process.job, "session": session, "main": main}
@@ -109,8 +120,6 @@ class Supervisor:
             request |= {"script": self.script, "arguments": list(argv[2:])}
         else:
             request |= {"argv": list(argv)}
-        if self._reader is None or self._reader.done():
-            process.exited.set_result(-signal.SIGKILL)
         self.send(request, [stdout, stderr])
         await asyncio.wait({process.started, process.exited}, return_when=asyncio.FIRST_COMPLETED)
         return process

@@ -23,11 +23,12 @@ import aiohttp
 from aiohttp import web
 
 from agentcore_rl_toolkit.errors import SetupError
+
 from . import wire
 from .control import ControlPlane
 from .limits import Lifecycle, Quotas
 from .processes import Supervisor, python_script, resolve_command
-from .s3 import s3_routes
+from .s3 import LocalS3
 from .sessions import Agent, Sessions, State
 
 REGION, ACCOUNT = "us-east-1", "000000000000"
@@ -145,9 +146,7 @@ class LocalAgentCore:
 
     async def _serve(self, started: Future[None]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        connector = aiohttp.TCPConnector(
-            limit=0, force_close=True
-        )  # a kept connection may be dead when it is needed
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a kept connection may be dead when it is needed
         timeout = aiohttp.ClientTimeout(total=None)
         async with contextlib.AsyncExitStack() as stack:
             http = await stack.enter_async_context(
@@ -160,10 +159,7 @@ class LocalAgentCore:
             app.add_routes(routes)
             self._ports["agentcore"] = await self._listen(stack, app, self._ports["agentcore"])
             assert self._data_dir is not None
-            root = self._data_dir / "s3"
-            (root / self.bucket).mkdir(parents=True, exist_ok=True)
-            s3 = web.Application()
-            s3.add_routes(s3_routes(root))
+            s3 = LocalS3(self._data_dir / "s3", buckets=[self.bucket]).app()
             self._ports["s3"] = await self._listen(stack, s3, self._ports["s3"])
             stack.push_async_callback(self._end_sessions)
             if self._command is not None:
@@ -178,9 +174,7 @@ class LocalAgentCore:
         try:
             await web.TCPSite(runner, _HOST, port).start()
         except OSError as error:
-            raise SetupError(
-                f"can't listen on {_HOST}:{port} ({error.strerror}): choose another port, or 0"
-            ) from None
+            raise SetupError(f"can't listen on {_HOST}:{port} ({error.strerror}): choose another port, or 0") from None
         return int(runner.addresses[0][1])
 
     async def _end_sessions(self) -> None:
@@ -225,13 +219,9 @@ class LocalAgentCore:
         complete = self._agent_environment(None if script else cwd, variables)
         executable = shutil.which(argv[0], path=complete["PATH"])
         if executable is None:
-            raise SetupError(
-                f"{argv[0]!r} is not a command here: check the agent's start command {command!r}"
-            )
+            raise SetupError(f"{argv[0]!r} is not a command here: check the agent's start command {command!r}")
         if len(argv) > 1 and argv[0] == sys.executable and argv[1].endswith(".py") and script is None:
-            raise SetupError(
-                f"there is no file {argv[1]!r} in {cwd}: check the agent's start command, or set cwd"
-            )
+            raise SetupError(f"there is no file {argv[1]!r} in {cwd}: check the agent's start command, or set cwd")
         if self._start == "fork" and script is None:
             raise SetupError(f"start='fork' needs a command like 'python file.py', not {command!r}")
         name = name if name is not None else _name(script or argv[0])
@@ -262,21 +252,20 @@ class LocalAgentCore:
             definition=definition or {},
         )
         self._agents[arn] = agent
-        await supervisor.open()
+        try:
+            await supervisor.open()
+        except BaseException:
+            del self._agents[arn]
+            await supervisor.close()
+            raise
         return agent
 
     def _agent_environment(self, path: Path | None, variables: Mapping[str, str]) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if k not in ("AWS_PROFILE", "AWS_SESSION_TOKEN")}
         environment = {**inherited, **self.environment(), "PYTHONUNBUFFERED": "1", **variables}
-        environment["PATH"] = os.pathsep.join(
-            [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
-        )
-        if (
-            path is not None
-        ):  # as if the command ran beside its files; `python file.py` finds its own directory anyway
-            environment["PYTHONPATH"] = os.pathsep.join(
-                filter(None, [str(path), environment.get("PYTHONPATH")])
-            )
+        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+        if path is not None:  # as if the command ran beside its files; `python file.py` finds its own directory anyway
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), environment.get("PYTHONPATH")]))
         return environment
 
     # -- what clients need ---------------------------------------------------------------------------------

@@ -290,9 +290,7 @@ class Sessions:
     def _new(self, agent: Agent, session_id: str) -> Session:
         most = agent.quotas.active_sessions
         if most is not None and len(agent.sessions) >= most:
-            raise ServiceError(
-                "ServiceQuotaExceededException", f"maxVms limit exceeded: {most} active sessions"
-            )
+            raise ServiceError("ServiceQuotaExceededException", f"maxVms limit exceeded: {most} active sessions")
         agent.new_sessions.take("new sessions per minute")
         session = Session(agent, session_id, self._ports.next(), self.http)
         agent.sessions[session_id] = session

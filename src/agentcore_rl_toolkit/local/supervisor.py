@@ -249,12 +249,7 @@ def preload(script: str, parent: int) -> list[str]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 _import(alias.name, [], failed)
-        elif (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and not node.level
-            and node.module != "__future__"
-        ):
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
             _import(node.module, [alias.name for alias in node.names], failed)
     for package, late in _IMPORTED_LATE.items():
         for name in late if package in sys.modules else []:

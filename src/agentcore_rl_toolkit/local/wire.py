@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 import uuid
@@ -13,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from agentcore_rl_toolkit.protocol import MAX_PAYLOAD_BYTES
+
 from . import commands, eventstream
 from .limits import ServiceError, invalid
 from .sessions import Agent, Session, Sessions
@@ -38,6 +40,7 @@ async def errors(
 ) -> web.StreamResponse:
     """Every failure in the shape that botocore knows: type in a header, message in JSON."""
     try:
+        _keep_web_pages_out(request)
         return await handler(request)
     except ServiceError as error:
         return _error(error)
@@ -48,6 +51,14 @@ async def errors(
     except Exception as error:
         logger.exception("%s %s", request.method, request.path)
         return _error(ServiceError("InternalServerException", f"{type(error).__name__}: {error}"))
+
+
+def _keep_web_pages_out(request: web.Request) -> None:
+    """A page in a browser on this machine must not run commands: it can't sign, nor be called 127.0.0.1."""
+    if "Authorization" not in request.headers:
+        raise ServiceError("AccessDeniedException", "Requests must be signed (any credentials will do here)")
+    if request.url.host not in ("127.0.0.1", "localhost"):
+        raise ServiceError("AccessDeniedException", f"Host {request.host}: only 127.0.0.1 is served")
 
 
 def _error(error: ServiceError) -> web.Response:
@@ -75,9 +86,7 @@ class DataPlane:
         agent = self._agents.get(name) or next((a for a in self._agents.values() if a.id == name), None)
         if agent is None:
             known = ", ".join(self._agents) or "none"
-            raise ServiceError(
-                "ResourceNotFoundException", f"No agent runtime {name}; registered here: {known}"
-            )
+            raise ServiceError("ResourceNotFoundException", f"No agent runtime {name}; registered here: {known}")
         qualifier = request.query.get("qualifier", "DEFAULT")
         if qualifier != "DEFAULT":
             raise ServiceError("ResourceNotFoundException", f"No endpoint {qualifier}; there is only DEFAULT")
@@ -92,17 +101,14 @@ class DataPlane:
             return await self._forward(request, session, payload)
 
     async def _forward(self, request: web.Request, session: Session, payload: bytes) -> web.StreamResponse:
-        headers = {
-            k: v
-            for k, v in request.headers.items()
-            if k.lower() in _TO_AGENT or k.lower().startswith(_CUSTOM)
-        }
+        headers = {k: v for k, v in request.headers.items() if k.lower() in _TO_AGENT or k.lower().startswith(_CUSTOM)}
         headers[SESSION_HEADER] = session.id
         headers["X-Amzn-Bedrock-AgentCore-Runtime-Request-Id"] = str(uuid.uuid4())
         answer: web.StreamResponse | None = None
         try:
             async with contextlib.AsyncExitStack() as stack:
-                call = self._sessions.http.post(f"{session.url}/invocations", data=payload, headers=headers)
+                body = io.BytesIO(payload)  # which aiohttp sends in parts
+                call = self._sessions.http.post(f"{session.url}/invocations", data=body, headers=headers)
                 async with asyncio.timeout(session.agent.lifecycle.request_timeout):
                     upstream = await stack.enter_async_context(call)
                     if not 200 <= upstream.status < 300:
@@ -118,9 +124,7 @@ class DataPlane:
             seconds = session.agent.lifecycle.request_timeout
             raise session.failure(f"did not begin to answer within {seconds:g} s") from None
         except aiohttp.ClientError as error:
-            if (
-                answer is not None
-            ):  # too late for a status: break the body off, so that no client takes it for whole
+            if answer is not None:  # too late for a status: break the body off, so that no client takes it for whole
                 logger.warning("session %s: an answer broke off: %s", session.id, error)
                 if request.transport is not None:
                     request.transport.abort()
@@ -166,9 +170,7 @@ async def _read(request: web.Request, most: int, what: str) -> bytes:
         size += len(part)
         if size <= most:
             parts.append(part)
-        elif (
-            size > 2 * most
-        ):  # read on up to here, for a client that is still sending would not see the answer
+        elif size > 2 * most:  # read on up to here, for a client that is still sending would not see the answer
             break
     if size > most:
         raise invalid(f"{what}: more than {most} bytes")
