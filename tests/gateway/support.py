@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from tokenizers import Tokenizer
 
 import agentcore_rl_toolkit.local
 from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, RolloutGateway, Session, gateway_app
@@ -96,7 +98,7 @@ def assemble(events: list[dict[str, Any]]) -> dict[str, Any]:
 @asynccontextmanager
 async def serving(backend: Any, *, tokenizer: Path = TINY, **options: Any) -> AsyncIterator[RolloutGateway]:
     """A gateway that listens on loopback."""
-    gateway = RolloutGateway(backend=backend, renderer=HfTemplateRenderer(tokenizer), **options)
+    gateway = RolloutGateway(backend=backend, renderer=renderer(tokenizer), **options)
     runner = web.AppRunner(gateway_app(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -114,8 +116,16 @@ async def client_of(gateway: RolloutGateway, **limits: Any) -> AsyncIterator[Cli
         yield Client(http, gateway.base_url, gateway.create_session(**limits))
 
 
+@functools.cache
+def renderer(tokenizer: Path) -> HfTemplateRenderer:
+    return HfTemplateRenderer(tokenizer)
+
+
 def encode(text: str, tokenizer: Path = TINY) -> list[int]:
     """Independent of our renderer: the tokenizers library itself."""
-    from tokenizers import Tokenizer
+    return list(_tokenizer(tokenizer).encode(text, add_special_tokens=False).ids)
 
-    return list(Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
+
+@functools.cache
+def _tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))

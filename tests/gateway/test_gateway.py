@@ -242,6 +242,7 @@ async def test_ended_sessions_leave_no_memory():
                     assert r.status == 200
             await (gateway.drop_session if i % 3 else gateway.finish_session)(session.session_id)
         assert len(gateway.sessions) == 1
+        del session
         gc.collect()
         from agentcore_rl_toolkit.rollout_gateway.traces import TokenTree
 
@@ -330,7 +331,7 @@ async def test_control_tokens_in_content_are_ordinary_text():
         answer = await client.ask([{"role": "user", "content": evil}])
         await client.ask([{"role": "user", "content": evil}, answer, {"role": "user", "content": evil}])
     marker = encode("<|im_start|>")[0]
-    assert [p.count(marker) for p, _ in backend.calls] == [3, 5]  # system, user, assistant; then user, assistant
+    assert [p.count(marker) for p, _ in backend.calls] == [2, 4]  # user, assistant; then two more
     renderer = HfTemplateRenderer(TINY)
     assert renderer.decode(backend.calls[1][0]).count(evil) == 2
 

@@ -1,0 +1,186 @@
+"""The oracle property: whatever clients and engines do, no trained token has a wrong logprob or a wrong prefix.
+
+Random conversations: branches, equal requests, marked retries, replays written another way, edits, streaming and not,
+engine faults in the middle, clients that hang up, random token ids as answers. The engine's logprob is a hash of all
+tokens before and the token itself, so the records prove themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentcore_rl_toolkit.errors import EngineError
+from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_records
+
+from .support import CALCULATOR, TINY, Client, GenerateOnly, client_of, encode, serving
+
+words = st.sampled_from(["2", "yes.", "ünï ✓", " spaced ", "", "<|im_end|>", "</tool_call>", "a\nb", "{"])
+arguments = st.sampled_from(['{"expression":  "1+1"}', '{"digits": 1e3, "expression": "a"}', "{}", '{"a": ', "[1]"])
+answers = st.one_of(
+    st.builds(lambda w: w + "<|im_end|>", words),
+    st.builds(
+        lambda w, a, end: f'{w}<tool_call>\n{{"name": "calculator", "arguments": {a}}}\n</tool_call>{end}',
+        words,
+        arguments,
+        st.sampled_from(["<|im_end|>", ""]),
+    ),
+    st.just("<tool_call>\n{}\n</tool_call><|im_end|>"),
+)
+outputs = st.one_of(
+    answers.map(encode), st.lists(st.integers(0, 400), min_size=1, max_size=12), st.just(encode("<|im_end|>"))
+)
+steps = st.fixed_dictionaries(
+    {
+        "action": st.sampled_from(["go on"] * 6 + ["repeat", "retry", "branch", "edit", "fault", "hang up", "parallel"]),
+        "output": outputs,
+        "say": words,
+        "stream": st.booleans(),
+        "max_tokens": st.sampled_from([None, 1, 3, 50]),
+        "drift": st.sampled_from([None, "rekey", "object", "null", "spaces"]),
+        "chunk": st.integers(1, 5),
+    }
+)
+
+
+class Engine(ScriptedBackend):
+    """Says what the step says; on demand fails after the first chunk, or stalls until the client is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: self.output)
+        self.output: list[int] = []
+        self.fault = self.stall = False
+
+    async def stream(self, **request: Any):
+        async for chunk in super().stream(**request):
+            if self.fault and chunk.finish_reason:
+                raise EngineError("fault in the middle")
+            if self.stall:
+                await asyncio.sleep(30)
+            yield chunk
+
+
+def drifted(message: dict[str, Any], how: str | None) -> dict[str, Any]:
+    """The same assistant message as another client would send it back."""
+    message = deepcopy(message)
+    for call in message.get("tool_calls", ()):
+        call["id"] = "renamed"
+        value = call["function"]["arguments"]
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                continue
+        if how == "rekey" and isinstance(value, dict):
+            call["function"]["arguments"] = json.dumps(dict(reversed(value.items())), separators=(",", ":"))
+        if how == "object" and isinstance(value, dict):
+            call["function"]["arguments"] = value
+    if how == "null" and not message.get("content"):
+        message["content"] = None
+    if how == "spaces" and message.get("content"):
+        message["content"] = message["content"].strip() + "\n"
+    return message
+
+
+class Talk:
+    """One client's view: histories that were answered, and what was delivered."""
+
+    def __init__(self, client: Client, engine: Engine) -> None:
+        self.client, self.engine = client, engine
+        self.histories: list[list[dict[str, Any]]] = [[]]
+        self.delivered = 0
+
+    async def take(self, step: dict[str, Any]) -> None:
+        engine, action = self.engine, step["action"]
+        engine.output, engine.chunk = step["output"], step["chunk"]
+        engine.fault, engine.stall = action == "fault", action == "hang up"
+        request = self.request(step)
+        body: dict[str, Any] = {"messages": request, "tools": [CALCULATOR], "stream": step["stream"]}
+        if step["max_tokens"]:
+            body["max_tokens"] = step["max_tokens"]
+        if action == "hang up":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(self.client.post(body), 0.05)
+            return
+        headers = {"x-stainless-retry-count": "1"} if action == "retry" else None
+        calls = len(engine.calls)
+        posts = [self.client.post(body, headers=headers) for _ in range(3 if action == "parallel" else 1)]
+        for status, data in await asyncio.gather(*posts):
+            self.digest(request, status, data, faulty=action == "fault")
+        if action == "retry" and len(engine.calls) == calls:
+            self.delivered -= 1  # the earlier answer once more
+
+    def request(self, step: dict[str, Any]) -> list[dict[str, Any]]:
+        history = self.histories[-1]
+        match step["action"]:
+            case "repeat" | "retry" | "parallel" if history:
+                return history[:-1]
+            case "branch" if len(self.histories) > 2:
+                history = self.histories[len(self.histories) // 2]
+            case "edit" if history:
+                history = [{**history[0], "content": history[0]["content"] + "!"}, *history[1:]]
+        if history and history[-1].get("tool_calls"):
+            ids = [call["id"] for call in history[-1]["tool_calls"]]
+            new = [{"role": "tool", "tool_call_id": i, "content": step["say"]} for i in ids]
+        else:
+            new = [{"role": "user", "content": step["say"]}]
+        return [*[drifted(m, step["drift"]) if m["role"] == "assistant" else m for m in history], *new]
+
+    def digest(self, request: list[dict[str, Any]], status: int, data: Any, *, faulty: bool) -> None:
+        from .support import assemble
+
+        if faulty:
+            error = data["error"] if isinstance(data, dict) else data[-1]["error"]
+            assert status in (200, 502)
+            assert "fault in the middle" in error["message"]
+            return
+        assert status == 200, data
+        message = assemble(data) if isinstance(data, list) else data["choices"][0]["message"]
+        self.histories.append([*request, message])
+        self.delivered += 1
+
+
+async def converse(plan: list[dict[str, Any]], *, streaming_engine: bool, history: str) -> None:
+    engine = Engine()
+    backend = engine if streaming_engine else GenerateOnly(engine)
+    async with serving(backend, history=history) as gateway, client_of(gateway) as client:
+        talk = Talk(client, engine)
+        for step in plan:
+            await talk.take(step)
+        linear = all(step["action"] in ("go on", "fault", "hang up") for step in plan)
+        tree = client.session.tree
+        rows = await gateway.finish_session(client.session.session_id)
+    turns = tree.delivered()
+    assert len(turns) == talk.delivered
+    trained = check_records(rows, sampled_twice=True)
+    abandoned = rows[0].metadata["abandoned_turns"] if rows else 0
+    in_rows = {tuple(row.token_ids) for row in rows}
+    assert len(rows) == sum(not any(t.parent is turn for t in turns) for turn in turns)
+    if not abandoned:
+        assert trained == sum(len(turn.output_ids) for turn in turns)
+    if linear and rows and history == "preserve":
+        assert len(rows) == 1, [row.metadata["fork"] for row in rows]
+        assert rows[0].metadata["fork"] is None
+    assert len(in_rows) <= len(rows)
+
+
+@pytest.mark.parametrize("streaming_engine", [True, False])
+@pytest.mark.parametrize("history", ["preserve", "template"])
+@pytest.mark.timeout(240)
+def test_no_trained_token_is_ever_wrong(streaming_engine, history):
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(steps, min_size=1, max_size=8))
+    def run(plan):
+        asyncio.run(converse(plan, streaming_engine=streaming_engine, history=history))
+
+    run()
+
+
+def test_the_tiny_tokenizer_is_there():
+    assert (TINY / "tokenizer.json").is_file()
