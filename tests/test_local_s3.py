@@ -18,17 +18,18 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import boto3
 import pytest
 from aiohttp import web
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from botocore.httpchecksum import AwsChunkedWrapper, Crc32Checksum
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
@@ -42,23 +43,25 @@ _names = (f"bucket-{number}" for number in itertools.count())
 @contextlib.contextmanager
 def serve(root: Path, **arguments: Any) -> Iterator[str]:
     """A LocalS3 in a thread; its URL."""
-    loop = asyncio.new_event_loop()
-    runner = web.AppRunner(LocalS3(root, **arguments).app(), access_log=None)
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def start() -> None:
+    async def run() -> None:
+        stop = asyncio.Event()
+        runner = web.AppRunner(LocalS3(root, **arguments).app(), access_log=None, shutdown_timeout=1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
+        started.set_result(("http://{}:{}".format(*runner.addresses[0]), asyncio.get_running_loop(), stop))
+        await stop.wait()
+        await runner.cleanup()
 
-    loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=asyncio.run, args=[run()])
     thread.start()
+    url, loop, stop = started.result(timeout=30)
     try:
-        yield "http://{}:{}".format(*runner.addresses[0])
+        yield url
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(stop.set)
         thread.join()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
 
 
 @contextlib.contextmanager
@@ -136,6 +139,18 @@ def listing(s3: Any, bucket: str, **arguments: Any) -> tuple[list[str], list[str
     return keys, prefixes
 
 
+def raw(s3: Any, method: str, target: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+    """A request that no SDK would send; a header of "" is left out."""
+    connection = http.client.HTTPConnection(urlsplit(s3.meta.endpoint_url).netloc, timeout=30)
+    credential = "AWS4-HMAC-SHA256 Credential=local/20260101/us-west-2/s3/aws4_request"
+    sent = {"Authorization": f"{credential}, SignedHeaders=host, Signature=0", **headers}
+    with contextlib.closing(connection):
+        chunked = "Transfer-Encoding" in headers
+        connection.request(method, target, body, {n: v for n, v in sent.items() if v}, encode_chunked=chunked)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
 # -- the same on both ------------------------------------------------------------------------------------
 
 
@@ -182,22 +197,19 @@ def test_checksums_are_checked_and_given_back(s3: Any, bucket: str, algorithm: s
     assert s3.get_object(Bucket=bucket, Key="k", ChecksumMode="ENABLED")["Body"].read() == b"body"
 
 
-def test_a_body_without_known_length_is_sent_in_chunks(s3: Any, bucket: str) -> None:
-    class Stream(io.BytesIO):
-        def seekable(self) -> bool:
-            return False
-
+def test_a_body_in_chunks_with_a_trailing_checksum(s3: Any, bucket: str) -> None:
+    """What the SDK sends over https; botocore's own encoder makes it here."""
     body = os.urandom(2_500_000)
-    sent: list[str] = []
-
-    def note(request: Any, **_: Any) -> None:
-        sent.append(request.headers.get("Content-Encoding", b"").decode())
-
-    s3.meta.events.register("before-send.s3.PutObject", note, unique_id="note")
-    s3.put_object(Bucket=bucket, Key="k", Body=Stream(body), ContentLength=len(body), ContentEncoding="x-own")
-    s3.meta.events.unregister("before-send.s3.PutObject", unique_id="note")
-    got = s3.get_object(Bucket=bucket, Key="k")
-    assert got["Body"].read() == body
+    chunks = AwsChunkedWrapper(io.BytesIO(body), Crc32Checksum, "x-amz-checksum-crc32")
+    headers = {
+        "Transfer-Encoding": "chunked", "Content-Encoding": "x-own,aws-chunked",
+        "X-Amz-Trailer": "x-amz-checksum-crc32", "X-Amz-Sdk-Checksum-Algorithm": "CRC32",
+        "X-Amz-Content-SHA256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER", "X-Amz-Decoded-Content-Length": str(len(body)),
+    }  # fmt: skip
+    status, _ = raw(s3, "PUT", f"/{bucket}/k", chunks, **headers)
+    got = s3.get_object(Bucket=bucket, Key="k", ChecksumMode="ENABLED")
+    assert (status, got["Body"].read(), got["ContentEncoding"]) == (200, body, "x-own")
+    assert got["ChecksumCRC32"] == base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
 
 
 def test_ranges(s3: Any, bucket: str) -> None:
@@ -226,7 +238,7 @@ def test_conditional_reads(s3: Any, bucket: str) -> None:
             with fails(304, "304"):
                 read(Bucket=bucket, Key="k", **condition)
         for condition in ({"IfMatch": other}, {"IfUnmodifiedSince": now - timedelta(hours=1)}):
-            with fails(412, "PreconditionFailed" if read is s3.get_object else "412"):
+            with fails(412, "PreconditionFailed" if read == s3.get_object else "412"):
                 read(Bucket=bucket, Key="k", **condition)
         for condition in (
             {"IfMatch": etag}, {"IfNoneMatch": other},
@@ -264,14 +276,6 @@ def test_buckets(s3: Any) -> None:
         s3.head_bucket(Bucket=name)
     with fails(404, "NoSuchBucket"):
         s3.delete_bucket(Bucket=name)
-
-
-@pytest.mark.parametrize("name", ["Upper", "under_score", "-dash", "dash-", "two..dots"])
-def test_bad_bucket_names(s3: Any, name: str) -> None:
-    if s3.meta.endpoint_url and "_" in name and isinstance(s3, object):
-        pass
-    with fails(400, "InvalidBucketName"):
-        s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
 
 
 def test_a_missing_bucket(s3: Any) -> None:
@@ -324,7 +328,6 @@ def test_listing_page_by_page(s3: Any, bucket: str) -> None:
     token = page["NextContinuationToken"]
     page = s3.list_objects_v2(Bucket=bucket, MaxKeys=3, ContinuationToken=token, StartAfter="00")
     assert [item["Key"] for item in page["Contents"]] == keys[4:7]
-    assert page["ContinuationToken"] == token
     assert page["IsTruncated"] is False  # exactly full, and nothing behind it
     for size in range(1, 8):
         assert listing(s3, bucket, PaginationConfig={"PageSize": size}) == (keys, [])
@@ -337,8 +340,7 @@ def test_delete_many(s3: Any, bucket: str) -> None:
     answer = s3.delete_objects(Bucket=bucket, Delete={"Objects": doomed})
     assert sorted(item["Key"] for item in answer["Deleted"]) == sorted(item["Key"] for item in doomed)
     assert listing(s3, bucket) == (["keep"], [])
-    quiet = s3.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": "keep"}], "Quiet": True})
-    assert not quiet.get("Deleted")
+    s3.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": "keep"}], "Quiet": True})
     assert listing(s3, bucket) == ([], [])
 
 
@@ -371,7 +373,7 @@ pieces = st.lists(st.sampled_from(["a", "b", "/", "-", "é", "\uffff", "\U0001f6
 texts = st.one_of(st.just(""), pieces.map("".join))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     keys=st.sets(pieces.map("".join), max_size=14),
     prefix=texts, delimiter=st.sampled_from(["", "/", "-", "a/", "é"]), after=texts, size=st.integers(1, 5),
@@ -398,6 +400,7 @@ def test_listings_agree_with_a_model(
         entries += [(item["Prefix"].encode(), True) for item in page.get("CommonPrefixes", [])]
         got += sorted(entries)
         assert len(entries) == page["KeyCount"] == min(size, len(rolled) - len(got) + len(entries))
+        assert page.get("ContinuationToken") == token.get("ContinuationToken")
         assert page["IsTruncated"] == (len(got) < len(rolled))
         if not page["IsTruncated"]:
             break
@@ -408,23 +411,16 @@ def test_listings_agree_with_a_model(
 # -- what raw requests show ------------------------------------------------------------------------------
 
 
-def raw(s3: Any, method: str, target: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(urlsplit(s3.meta.endpoint_url).netloc, timeout=30)
-    sent = {"Authorization": "AWS4-HMAC-SHA256 unchecked", **{n.replace("_", "-"): v for n, v in headers.items()}}
-    with contextlib.closing(connection):
-        connection.request(method, target, body, {n: v for n, v in sent.items() if v})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-
-
-CHUNKED = {"Content_Encoding": "aws-chunked", "x_amz_content_sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER"}
-CRC_OF_HELLO = "NhCmhg=="  # 3610a686
+CHUNKED = {
+    "Content-Encoding": "aws-chunked", "x-amz-content-sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER",
+    "x-amz-decoded-content-length": "5",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        (b"5\r\nhello\r\n0\r\nx-amz-checksum-crc32:NhCmhg==\r\n\r\n", 200),
+        (b"5\r\nhello\r\n0\r\nx-amz-checksum-crc32:NhCmhg==\r\n\r\n", 200),  # 0x3610a686
         (b"2;chunk-signature=ab\r\nhe\r\n3;chunk-signature=cd\r\nllo\r\n0;chunk-signature=ef\r\n\r\n", 200),
         (b"5\r\nhello\r\n0\r\nx-amz-checksum-crc32:AAAAAA==\r\n\r\n", 400),
         (b"5\r\nhello\r\n", 400),
@@ -435,8 +431,7 @@ CRC_OF_HELLO = "NhCmhg=="  # 3610a686
     ],
 )
 def test_aws_chunked(local: Any, local_bucket: str, body: bytes, status: int) -> None:
-    length = {"x_amz_decoded_content_length": "5"}
-    answered, _ = raw(local, "PUT", f"/{local_bucket}/k", body, **CHUNKED, **length)
+    answered, _ = raw(local, "PUT", f"/{local_bucket}/k", body, **CHUNKED)
     assert answered == status
     if status != 200:
         assert listing(local, local_bucket) == ([], [])
@@ -458,9 +453,7 @@ def test_aws_chunked(local: Any, local_bucket: str, body: bytes, status: int) ->
         ("Authorization", "", "AccessDenied"),
     ],
 )
-def test_a_refused_put_leaves_nothing(
-    local: Any, local_bucket: str, header: str, value: str, code: str
-) -> None:
+def test_a_refused_put_leaves_nothing(local: Any, local_bucket: str, header: str, value: str, code: str) -> None:
     _, answer = raw(local, "PUT", f"/{local_bucket}/k", b"body", **{header: value})
     assert f"<Code>{code}</Code>".encode() in answer
     assert listing(local, local_bucket) == ([], [])
@@ -471,6 +464,12 @@ def test_a_gzipped_object_stays_gzipped(local: Any, local_bucket: str) -> None:
     local.put_object(Bucket=local_bucket, Key="k", Body=body, ContentEncoding="gzip")
     assert raw(local, "GET", f"/{local_bucket}/k") == (200, body)
     assert local.head_object(Bucket=local_bucket, Key="k")["ContentEncoding"] == "gzip"
+
+
+@pytest.mark.parametrize("name", ["Upper", "under_score", "-dash", "dash-", "two..dots", "127.0.0.1", "b" * 63 + "é"])
+def test_bad_bucket_names(local: Any, name: str) -> None:
+    _, body = raw(local, "PUT", f"/{quote(name)}")
+    assert b"<Code>InvalidBucketName</Code>" in body
 
 
 @pytest.mark.parametrize(
@@ -488,7 +487,6 @@ def test_a_gzipped_object_stays_gzipped(local: Any, local_bucket: str) -> None:
         ("GET", "/{bucket}?list-type=2&encoding-type=x", 400, b"InvalidArgument"),
         ("GET", "/{bucket}?list-type=2&continuation-token=%C3%A9", 400, b"InvalidArgument"),
         ("GET", "//k", 404, b"NoSuchBucket"),
-        ("PUT", "/127.0.0.1", 400, b"InvalidBucketName"),
         ("POST", "/{bucket}?delete", 400, b"MalformedXML"),
     ],
 )
@@ -535,7 +533,8 @@ def test_one_of_many_conditional_writes_wins(tmp_path: Path) -> None:
                 body = str(number).encode()
                 clients[number % 2].put_object(Bucket="shared", Key=key, Body=body, IfNoneMatch="*")
             except ClientError as error:
-                assert error.response["Error"]["Code"] == "PreconditionFailed"
+                if error.response["Error"]["Code"] != "PreconditionFailed":
+                    raise
                 return None
             return number
 
@@ -595,9 +594,9 @@ def test_kill_in_the_middle_of_a_put(tmp_path: Path, sent: float) -> None:
         head = f"PUT /crash/k HTTP/1.1\r\nHost: x\r\nAuthorization: x\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(head.encode() + body[: int(sent * len(body))])
-            journal = tmp_path / "s3.sqlite3"
-            size = journal.stat().st_size
-            while sent == 1.0 and journal.stat().st_size == size:
+            store = tmp_path / "s3.sqlite3"
+            size = store.stat().st_size
+            while sent == 1.0 and store.stat().st_size == size:
                 pass  # until the store has begun to write
     finally:
         server.send_signal(signal.SIGKILL)

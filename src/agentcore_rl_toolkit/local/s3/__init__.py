@@ -46,7 +46,7 @@ class LocalS3:
             client_max_size=MAX_OBJECT_BYTES,
             handler_args={"auto_decompress": False},  # a gzipped object must stay gzipped
         )
-        app.router.add_route("*", "/{path:.*}", self._answer)
+        app.router.add_route("*", r"/{path:[\s\S]*}", self._answer)
         app.cleanup_ctx.append(self._lifetime)
         return app
 
@@ -61,9 +61,11 @@ class LocalS3:
         self._store.close()
 
     async def _answer(self, request: web.Request) -> web.Response:
+        if (request.content_length or 0) > MAX_OBJECT_BYTES:  # before it is all sent
+            return error_answer(request, S3Error("EntityTooLarge"))
         try:
             body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
+        except web.HTTPRequestEntityTooLarge:  # the length was not announced
             return error_answer(request, S3Error("EntityTooLarge"))
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._perform, request, body)
 

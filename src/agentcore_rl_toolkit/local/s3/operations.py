@@ -198,7 +198,7 @@ def _read_object(store: ObjectStore, call: Call) -> web.Response:
     if _is_unchanged(call.headers, stored):
         return web.Response(status=304, headers=validators)
     span = _range(call.headers.get("range", ""), stored.size)
-    headers = {"Content-Type": "binary/octet-stream", "Accept-Ranges": "bytes", **validators}
+    headers = {"content-type": "binary/octet-stream", "Accept-Ranges": "bytes", **validators}
     with_checksums = call.headers.get("x-amz-checksum-mode") == "ENABLED" and span is None
     headers |= {n: v for n, v in json.loads(stored.headers).items() if with_checksums or n not in CHECKSUMS}
     if span is not None:
