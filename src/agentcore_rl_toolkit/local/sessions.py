@@ -28,7 +28,7 @@ from .processes import Process, Supervisor
 
 logger = logging.getLogger("agentcore_rl_toolkit.local")
 
-_PING_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_PING_TIMEOUT = 10.0  # seconds
 
 
 class State(enum.StrEnum):
@@ -220,13 +220,22 @@ class Session:
         return time.monotonic() - self._active_at < self.agent.lifecycle.idle_timeout or self._in_flight > 0
 
     async def _ping(self) -> dict[str, Any] | None:
-        """The body of /ping ({} if it is no JSON object), None without an answer of 200."""
+        """The body of /ping ({} if it is no JSON object), None without an answer of 200 before it ends."""
+        assert self._process is not None
+        ping = asyncio.create_task(self._read_ping())
+        await _any_of(ping, self._process.exited, self._stop, timeout=_PING_TIMEOUT)
+        if not ping.done():
+            ping.cancel()
+            return None
+        return ping.result()
+
+    async def _read_ping(self) -> dict[str, Any] | None:
         try:
-            async with self._http.get(f"{self.url}/ping", timeout=_PING_TIMEOUT) as response:
+            async with self._http.get(f"{self.url}/ping") as response:
                 body = await response.read()
                 if response.status != 200:
                     return None
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except (aiohttp.ClientError, OSError):
             return None
         with contextlib.suppress(ValueError):
             parsed = json.loads(body)

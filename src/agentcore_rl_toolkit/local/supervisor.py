@@ -42,9 +42,14 @@ _IMPORTED_LATE = {
         "uvicorn",
         "uvicorn.lifespan.on",
         "uvicorn.loops.auto",
+        "uvicorn.loops.asyncio",
         "uvicorn.protocols.http.auto",
+        "uvicorn.protocols.websockets.auto",
+        "anyio._backends._asyncio",
+        "encodings.idna",
     ],
-    "openai": ["openai.resources.chat"],
+    "boto3": ["boto3.s3.inject"],
+    "openai": ["openai.resources.chat.completions.completions", "jiter", "httpcore", "httpcore2", "truststore"],
 }
 
 
@@ -239,6 +244,8 @@ def preload(script: str, parent: int) -> list[str]:
     """Import what the file imports at its top level, without running it. Returns what failed."""
     signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(1))
     signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)  # an import that hangs must not outlive the parent
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # else numpy starts threads, which a fork would lose
     failed: list[str] = []
     try:
         with open(script, "rb") as file:
@@ -254,6 +261,9 @@ def preload(script: str, parent: int) -> list[str]:
     for package, late in _IMPORTED_LATE.items():
         for name in late if package in sys.modules else []:
             _import(name, [], [])
+    if "agentcore_rl_toolkit" in sys.modules:
+        with contextlib.suppress(Exception):  # the app's store makes one too; half of that is reading JSON, kept here
+            sys.modules["boto3"].client("s3")
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
