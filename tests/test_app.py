@@ -23,6 +23,12 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+# moto's server shares our process and leaves its ends of the sockets to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
 BUCKET = "results"
 SECRET = "sk-x"  # short on purpose: masking is by value, not by a pattern
 

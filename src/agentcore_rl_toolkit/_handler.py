@@ -79,6 +79,7 @@ def in_thread(work: Callable[[], Any]) -> asyncio.Future[Did]:
 
 
 def takes_context(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` wants the context too; raises ``TypeError`` if it can't be a handler."""
     parameters = list(inspect.signature(func).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
