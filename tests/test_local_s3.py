@@ -519,6 +519,20 @@ def test_a_bad_bucket_at_construction(tmp_path: Path) -> None:
         LocalS3(tmp_path, buckets=["No_Good"])
 
 
+@pytest.mark.parametrize("broken", ["a file", "another file format"])
+async def test_a_directory_that_cannot_be_used(tmp_path: Path, broken: str) -> None:
+    root = tmp_path / "s3"
+    if broken == "a file":
+        root.touch()
+    else:
+        root.mkdir()
+        (root / "s3.sqlite3").write_bytes(b"not a database" * 100)
+    runner = web.AppRunner(LocalS3(root).app())
+    with pytest.raises(SetupError, match="choose another directory"):
+        await runner.setup()
+    await runner.cleanup()
+
+
 # -- concurrency and crashes -----------------------------------------------------------------------------
 
 

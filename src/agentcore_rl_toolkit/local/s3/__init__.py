@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +32,8 @@ _log = logging.getLogger(__name__)
 class LocalS3:
     """S3 on this machine, its state in one file below ``root`` (made if missing).
 
-    ``buckets``: exist from the start. Raises ``SetupError`` for a name S3 would refuse.
+    ``buckets``: exist from the start. Raises ``SetupError`` for a name S3 would refuse, and when it starts
+    in a directory that it can't use.
     """
 
     def __init__(self, root: Path, *, buckets: Iterable[str] = ()) -> None:
@@ -51,8 +53,11 @@ class LocalS3:
         return app
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        self._root.mkdir(parents=True, exist_ok=True)
-        self._store = ObjectStore(self._root / "s3.sqlite3")
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._store = ObjectStore(self._root / "s3.sqlite3")
+        except (OSError, sqlite3.Error) as error:
+            raise SetupError(f"can't keep S3's objects in {self._root} ({error}): choose another directory") from None
         for name in self._buckets:
             self._store.add_bucket(name)
         # One thread for all work: calls are short, and the store wants them one at a time.
