@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from ..errors import EngineError, GatewayError, RenderError
-from .messages import assistant_message, chain
+from .messages import Message, assistant_message, chain
 from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, ParsedMessage, ReasoningDelta
 from .render.base import Fork, Renderer
 from .sampling import SamplingBackend, TurnRecord
@@ -46,20 +45,30 @@ class _Rendered:
 
 
 @dataclass(slots=True)
+class _Place:
+    """Where a request stands in the session's tree: after ``parent``, with ``new`` messages on top.
+
+    ``key`` and ``depth``: chain key and number of all the request's messages.
+    """
+
+    parent: Turn | None
+    new: list[Message]
+    key: bytes
+    depth: int
+
+
+@dataclass(slots=True)
 class _Prompt:
     """What the engine is asked, and where the answer will hang in the tree."""
 
     request: WireRequest
-    keys: list[bytes]
+    key: bytes
+    depth: int
     parent: Turn | None
     new_ids: list[int]
     ids: list[int]
     fork: str | None
     divergence: str | None = None
-
-    @property
-    def key(self) -> bytes:
-        return self.keys[-1]
 
 
 @dataclass(slots=True)
@@ -201,51 +210,50 @@ class RolloutGateway:
                 del session.in_flight[prompt.key]
 
     async def _prompt(self, session: Session, request: WireRequest) -> _Prompt:
-        if request.messages[-1]["role"] == "assistant":
+        place = _locate(session.tree, request)
+        if place.new[-1]["role"] == "assistant":
             raise GatewayError(
                 400,
                 "messages: the last message is the assistant's; continuing it is not supported",
                 kind="invalid_request_error",
                 param="messages",
             )
-        keys = chain(request.messages, request.tools)
-        parent = session.tree.match(request.messages, keys)
-        fork = _fork_reason(session.tree, parent, request, keys)
+        parent, fork = place.parent, _fork_reason(session.tree, place)
         try:
-            if parent and _new_characters(request, parent) < _INLINE_CHARACTERS:
-                rendered = self._render_new(request, parent)
+            if parent and sum(len(message["content"]) for message in place.new) < _INLINE_CHARACTERS:
+                rendered = self._render_new(request, place)
             else:
-                rendered = await asyncio.to_thread(self._render_new, request, parent)
+                rendered = await asyncio.to_thread(self._render_new, request, place)
         except RenderError as error:
             raise GatewayError(400, str(error), kind="invalid_request_error", param="messages") from error
         if rendered.fork:
             fork, parent = rendered.fork, None
         ids = parent.tokens() + rendered.new_ids if parent else list(rendered.new_ids)
-        return _Prompt(request, keys, parent, rendered.new_ids, ids, fork, rendered.divergence)
+        return _Prompt(request, place.key, place.depth, parent, rendered.new_ids, ids, fork, rendered.divergence)
 
-    def _render_new(self, request: WireRequest, parent: Turn | None) -> _Rendered:
-        """The tokens that are new since ``parent``, or the whole conversation where it can't be extended."""
-        messages, variables = request.messages, request.variables
-        whole = partial(self.renderer.render, messages, request.tools, **variables)
+    def _render_new(self, request: WireRequest, place: _Place) -> _Rendered:
+        """The tokens that are new since the parent, or the whole conversation where it can't be extended."""
+        parent, variables = place.parent, request.variables
         if parent is None:
-            return _Rendered(whole())
+            return _Rendered(self.renderer.render(place.new, request.tools, **variables))
         if self.history == "template" and (reason := self._template_fork(request, parent)):
-            return _Rendered(whole(), fork=reason)
-        answer, new = assistant_message(parent.message, parent.call_ids), messages[parent.depth :]
-        tail = self.renderer.extend(parent.tokens(), len(parent.output_ids), answer, new, **variables)
+            return _Rendered(self._render_whole(request), fork=reason)
+        answer = assistant_message(parent.message, parent.call_ids)
+        tail = self.renderer.extend(parent.tokens(), len(parent.output_ids), answer, place.new, **variables)
         if isinstance(tail, Fork):
-            return _Rendered(whole(), fork=tail.reason)
-        as_sampled = [*messages[: parent.depth - 1], answer, *new]
-        divergence = self.renderer.usual_divergence(as_sampled, parent.depth, **variables)
-        return _Rendered(tail, divergence=divergence)
+            return _Rendered(self._render_whole(request), fork=tail.reason)
+        return _Rendered(tail, divergence=self.renderer.usual_divergence(answer, place.new, **variables))
+
+    def _render_whole(self, request: WireRequest) -> list[int]:
+        return self.renderer.render(request.decode_messages(0), request.tools, **request.variables)
 
     def _template_fork(self, request: WireRequest, parent: Turn) -> str | None:
         """Why the messages as sent, rendered by the template, no longer begin with what the model saw."""
+        messages = request.decode_messages(0)
         for turn in parent.path():
-            sent = request.messages[turn.depth - 1].get("reasoning_content")
-            if turn.message.reasoning.strip() and not sent:
+            if turn.message.reasoning.strip() and not messages[turn.depth - 1].get("reasoning_content"):
                 return "reasoning_dropped"
-        return self.renderer.divergence(request.messages, parent.depth, request.tools, **request.variables)
+        return self.renderer.divergence(messages, parent.depth, request.tools, **request.variables)
 
     async def _sample(
         self, session: Session, prompt: _Prompt, call_ids: CallIdBook, on_deltas: OnDeltas | None
@@ -303,16 +311,15 @@ class RolloutGateway:
             finish_reason=finish_reason,
             message=message,
             call_ids=call_ids,
-            depth=len(prompt.request.messages) + 1,
+            depth=prompt.depth + 1,
             key=chain([answer], (), start=prompt.key)[0],
             prompt_key=prompt.key,
             fork=prompt.fork,
             held=prompt.ids + output,
+            asked=(prompt.request.raw_messages, prompt.request.tools),
         )
         if prompt.divergence:
             turn.info["template_divergence"] = prompt.divergence
-        if prompt.parent is not None:
-            prompt.parent.held = None  # the tip carries the tokens now; a branch rebuilds them from the path
         return turn
 
     async def _engine(
@@ -412,21 +419,33 @@ def _check_budget(session: Session) -> None:
         )
 
 
-def _fork_reason(tree: TokenTree, parent: Turn | None, request: WireRequest, keys: Sequence[bytes]) -> str | None:
+def _locate(tree: TokenTree, request: WireRequest) -> _Place:
+    """Find the turn that a request continues."""
+    tip = tree.tip(request.raw_messages, request.tools)
+    if tip is not None and tip.asked is not None:
+        rest = request.decode_messages(len(tip.asked[0]))
+        answer, new = rest[0], rest[1:]
+        # With another answer further on, a deeper turn may match: the whole history decides.
+        if answer["role"] == "assistant" and all(message["role"] != "assistant" for message in new):
+            replayed = chain([answer], (), start=tip.prompt_key)[0] == tip.key
+            if new and replayed and (turn := tree.twin(tip, answer)):
+                return _Place(turn, new, chain(new, (), start=turn.key)[-1], turn.depth + len(new))
+    messages = request.decode_messages(0)
+    keys = chain(messages, request.tools)
+    parent = tree.match(messages, keys)
+    new = messages[parent.depth :] if parent else messages
+    return _Place(parent, new or messages[-1:], keys[-1], len(messages))
+
+
+def _fork_reason(tree: TokenTree, place: _Place) -> str | None:
     """Why a request does not simply continue the session's last row; None if it does (or is the first)."""
-    if not tree.turns:
+    if not tree.turns or (place.parent is not None and not place.parent.extended):
         return None
-    if parent is not None:
-        if not parent.extended:
-            return None
-        return "retry" if any(t.prompt_key == keys[-1] for t in tree.turns) else "branch"
-    if any(t.prompt_key == keys[-1] for t in tree.turns):
+    if any(turn.prompt_key == place.key for turn in tree.turns):
         return "retry"
-    return "edited" if len(request.messages) > 2 else "new_conversation"
-
-
-def _new_characters(request: WireRequest, parent: Turn) -> int:
-    return sum(len(message["content"]) for message in request.messages[parent.depth :])
+    if place.parent is not None:
+        return "branch"
+    return "edited" if any(message["role"] == "assistant" for message in place.new) else "new_conversation"
 
 
 def _versions(record: TurnRecord) -> list[int | None]:

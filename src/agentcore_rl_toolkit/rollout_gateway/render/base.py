@@ -47,8 +47,8 @@ class Renderer(Protocol):
         (``reasoning_dropped``, ``content_moved``) or None. O(history), text only."""
         ...
 
-    def usual_divergence(self, messages: Sequence[Message], answered: int, **variables: Any) -> str | None:
-        """:meth:`divergence` for conversations of this shape, learned from a stub: O(1)."""
+    def usual_divergence(self, answer: Message, new: Sequence[Message], **variables: Any) -> str | None:
+        """:meth:`divergence` for an answer and what follows it, learned once for each shape of them: O(1)."""
         ...
 
     def parser(self, *, prompt_ids: Sequence[int], tools: Sequence[Tool]) -> OutputParser:

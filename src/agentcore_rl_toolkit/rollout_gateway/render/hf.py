@@ -105,15 +105,13 @@ class HfTemplateRenderer:
         reasoning = str(messages[answered - 1].get("reasoning_content") or "").strip()
         return "reasoning_dropped" if reasoning and reasoning not in whole else "content_moved"
 
-    def usual_divergence(self, messages: Sequence[Message], answered: int, **variables: Any) -> str | None:
-        """:meth:`divergence` for conversations of this shape, learned from a stub: O(1) after the first."""
-        answer, new = messages[answered - 1], messages[answered:]
+    def usual_divergence(self, answer: Message, new: Sequence[Message], **variables: Any) -> str | None:
         shape = (
             bool(answer.get("reasoning_content")),
             bool(answer["content"]),
             len(answer.get("tool_calls", ())),
-            tuple(m["role"] for m in new),
-            tuple(sorted((k, repr(v)) for k, v in variables.items())),
+            tuple(message["role"] for message in new),
+            tuple(sorted((name, repr(value)) for name, value in variables.items())),
         )
         if shape not in self._divergence:
             try:

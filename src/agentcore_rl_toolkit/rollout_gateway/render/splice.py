@@ -13,6 +13,7 @@ from typing import Any
 
 from ...errors import RenderError
 from ..messages import Message, Tool
+from .tails import TailForms
 from .template import ChatTemplate
 
 SENTINEL = "\U0010fffc0sentinel0\U0010fffc"
@@ -67,6 +68,8 @@ class Splicer:
     ) -> None:
         self._template = template
         self._arguments = arguments
+        self._probe_id = call_id
+        self._forms = TailForms(self._rendered_tail, template.looked_for, template.compared)
         self.closer = after_sentinel(self._stub(text_answer(), [], generation_prompt=False))
         self._call_end = self.call_closer = ""
         try:
@@ -82,20 +85,25 @@ class Splicer:
                     self.call_closer = ending[marker.start() :]
             self._call_end = ending.removesuffix(self.call_closer)
 
-    def tail(self, answer: Message, new: Sequence[Message], tools: Sequence[Tool] = (), **variables: Any) -> str:
+    def tail(self, answer: Message, new: Sequence[Message], **variables: Any) -> str:
         """What follows the body of ``answer``: its closer, ``new`` and the generation prompt, as text."""
+        return self._forms.tail(answer, new, variables)
+
+    def _rendered_tail(
+        self, answer: Message, new: Sequence[Message], variables: dict[str, Any], tools: Sequence[Tool] = ()
+    ) -> str:
         calls = [(c["id"], c["function"]["name"]) for c in answer.get("tool_calls", ())]
         if not calls or not self.calls:
             return after_sentinel(self._stub(text_answer(), new, tools, **variables))
         try:
-            text = self._stub(call_answer(calls, self._arguments), new, tools, **variables)
+            rest = after_sentinel(self._stub(call_answer(calls, self._arguments), new, tools, **variables))
         except RenderError:
             # Some templates allow one call a turn; the results that follow render the same.
-            text = self._stub(call_answer(calls[-1:], self._arguments), new, tools, **variables)
-        rest = after_sentinel(text)
-        if not rest.startswith(self._call_end):
+            rest = after_sentinel(self._stub(call_answer(calls[-1:], self._arguments), new, tools, **variables))
+        end = self._call_end.replace(self._probe_id, calls[-1][0])  # Mistral writes the id behind the arguments
+        if not rest.startswith(end):
             raise RenderError("the chat template closes a tool call in two different ways")
-        return rest[len(self._call_end) :]
+        return rest[len(end) :]
 
     def _stub(
         self,

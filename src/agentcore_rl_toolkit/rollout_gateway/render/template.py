@@ -45,13 +45,19 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled chat template with the checkpoint's special tokens (``bos_token`` …) as variables."""
+    """A compiled chat template with the checkpoint's special tokens (``bos_token`` …) as variables.
+
+    ``looked_for``: strings the template looks for inside others (``'</think>' in content``); ``compared``: strings it
+    compares whole values with. A message that holds none of them is treated like any other.
+    """
 
     def __init__(self, source: str, variables: dict[str, Any]) -> None:
         self.source = source
         self._variables = variables
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self.looked_for, self.compared = _literals(environment.parse(source))
         except jinja2.TemplateError as error:
             raise RenderError(f"the chat template does not compile: {error}") from error
 
@@ -74,3 +80,27 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is foreign code: any exception is its refusal
             raise RenderError(f"the chat template refuses this conversation: {error}") from error
+
+
+_STRIP = {"strip", "lstrip", "rstrip", "trim"}
+
+
+def _literals(tree: nodes.Template) -> tuple[frozenset[str], frozenset[str]]:
+    looked_for: set[str] = set()
+    compared: set[str] = set()
+    for compare in tree.find_all(nodes.Compare):
+        contains = any(operand.op in ("in", "notin") for operand in compare.ops)
+        (looked_for if contains else compared).update(_strings(compare))
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr not in _STRIP:
+            looked_for.update(s for argument in call.args for s in _strings(argument))
+    for use in tree.find_all((nodes.Filter, nodes.Test)):
+        looked_for.update(s for argument in use.args for s in _strings(argument))
+    return frozenset(looked_for - {""}), frozenset(compared)
+
+
+def _strings(node: nodes.Node) -> set[str]:
+    found = {c.value for c in node.find_all(nodes.Const) if isinstance(c.value, str)}
+    if isinstance(node, nodes.Const) and isinstance(node.value, str):
+        found.add(node.value)
+    return found

@@ -16,6 +16,9 @@ from typing import Any
 from ..messages import Message
 from ..parsed import ParsedMessage
 
+MAX_TIPS = 64
+"""Branches of a session that are kept ready to be continued cheaply; older ones still work, at more cost."""
+
 
 class TurnState(IntEnum):
     """A turn goes sampled -> PREPARED (kept, before its last byte is sent) -> DELIVERED (the client has it)."""
@@ -55,6 +58,8 @@ class Turn:
     """A later request built on this turn."""
     held: list[int] | None = None
     """All tokens up to the end of this turn; kept at the tips only, where the next turn needs them."""
+    asked: tuple[list[Any], list[Any]] | None = None
+    """The messages and tools that were asked, as they came; kept at the tips only."""
 
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
@@ -85,6 +90,7 @@ class TokenTree:
         self.ties = 0
         """How often two siblings matched a request equally well; the later delivered one was taken."""
         self._by_key: dict[bytes, list[Turn]] = {}
+        self._tips: list[Turn] = []
         self._delivered = 0
 
     def match(self, messages: Sequence[Message], keys: Sequence[bytes]) -> Turn | None:
@@ -97,9 +103,37 @@ class TokenTree:
                 continue
             found = [t for t in self._by_key.get(keys[index], ()) if _same_reasoning(t, messages)]
             if found:
-                self.ties += len(found) > 1
-                return max(found, key=lambda turn: turn.order)
+                return self._latest(found)
         return None
+
+    def tip(self, raw_messages: Sequence[Any], tools: Sequence[Any]) -> Turn | None:
+        """A tip whose own request is a proper prefix of this one, both as they came: the longest. Comparing plain
+        lists costs a small part of decoding them, and nearly every request of an agent continues a tip so."""
+        best: Turn | None = None
+        length = 0
+        for turn in self._tips:
+            asked, asked_tools = turn.asked or ([], [])
+            n = len(asked)
+            if not length < n < len(raw_messages) or asked[-1] != raw_messages[n - 1]:
+                continue  # the last message tells branches apart cheaply
+            if asked == raw_messages[:n] and asked_tools == tools:
+                best, length = turn, n
+        return best
+
+    def twin(self, turn: Turn, answer: Message) -> Turn | None:
+        """Of ``turn`` and its siblings that said the same, the one a client means that replays it as ``answer``
+        (which has the same chain key)."""
+        sent = answer.get("reasoning_content")
+        twins = [
+            t
+            for t in self._by_key[turn.key]
+            if t.parent is turn.parent and (not sent or sent.strip() == t.message.reasoning.strip())
+        ]
+        return self._latest(twins) if twins else None
+
+    def _latest(self, twins: Sequence[Turn]) -> Turn:
+        self.ties += len(twins) > 1
+        return max(twins, key=lambda turn: turn.order)
 
     def siblings(self, prompt_key: bytes, parent: Turn | None) -> list[Turn]:
         """The turns that answered this very prompt."""
@@ -110,8 +144,18 @@ class TokenTree:
         if turn.parent is not None:
             self.deliver(turn.parent)
             turn.parent.extended = True
+            self._forget(turn.parent)
+        if len(self._tips) >= MAX_TIPS:
+            self._forget(self._tips[0])
+        self._tips.append(turn)
         self.turns.append(turn)
         self._by_key.setdefault(turn.key, []).append(turn)
+
+    def _forget(self, turn: Turn) -> None:
+        """Drop what only a tip needs; a branch that comes back to it rebuilds the tokens from the path."""
+        turn.held = turn.asked = None
+        if turn in self._tips:
+            self._tips.remove(turn)
 
     def deliver(self, turn: Turn) -> None:
         """The client has the whole answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,11 +15,15 @@ from ..parsed import Delta, ParsedMessage
 class WireRequest:
     """One request of a client, the same whatever wire it came by.
 
+    ``raw_messages``: the messages as parsed from JSON. ``decode_messages(start)``: ``raw_messages[start:]`` as
+    canonical messages, or ``GatewayError(400)`` with the path of a bad field. What the session's earlier request began with needs
+    no second look: the gateway compares it as it came and decodes only the rest.
     ``sampling``: what the client asked for, under the names of :class:`SamplingParams`. ``variables``: chat template
     variables. ``stream_usage``: send token counts at the end of a stream.
     """
 
-    messages: list[Message]
+    raw_messages: list[Any]
+    decode_messages: Callable[[int], list[Message]]
     tools: list[Tool] = field(default_factory=list)
     sampling: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, Any] = field(default_factory=dict)

@@ -41,7 +41,10 @@ class OpenAIChat:
         if isinstance(body.get("reasoning_effort"), str):
             variables = {"reasoning_effort": body["reasoning_effort"], **variables}
         return WireRequest(
-            messages=[decode_message(message, f"messages[{i}]") for i, message in enumerate(raw)],
+            raw_messages=raw,
+            decode_messages=lambda start: [
+                decode_message(message, f"messages[{i}]") for i, message in enumerate(raw[start:], start)
+            ],
             tools=[] if body.get("tool_choice") == "none" else _tools(body.get("tools")),
             sampling=_sampling(body),
             variables=dict(variables),
