@@ -41,7 +41,7 @@ def invoke(payload, context):
     if do == "exit":
         print("last words"); os._exit(3)
     if do == "raise":
-        raise RuntimeError("boom")
+        raise RuntimeError(f"boom {payload.get('api_key')}")
     if do == "stream":
         return ({"i": i, "time": time.time(), "last": time.sleep(0.3)} for i in range(3))
     if do == "busy":
@@ -231,10 +231,11 @@ def test_headers_reach_the_agent_but_not_the_signature(client: Client, session: 
 
 
 def test_424_when_the_agent_answers_500(client: Client, session: str) -> None:
-    name, status, message = client.error(client.invoke, session, "raise")
+    name, status, message = client.error(client.invoke, session, "raise", api_key="sk-very-secret")
     assert (name, status) == ("RuntimeClientError", 424)
     assert "500" in message
-    assert "boom" in message
+    assert message.count("boom ***") > 1, "in the answer and in the log"
+    assert "very-secret" not in message
     assert f"{session}/agent.log" in message
     assert client.invoke(session)["session"] == session, "the session lives on"
     client.stop(session)

@@ -210,7 +210,7 @@ class LocalAgentCore:
         definition: Mapping[str, Any] | None = None,
     ) -> Agent:
         cwd = cwd or self._cwd
-        parts = shlex.split(command) if isinstance(command, str) else list(command)
+        parts = shlex.split(command) if isinstance(command, str) else [os.fspath(part) for part in command]
         if not parts:
             raise SetupError("the agent's start command is empty; e.g. 'python rl_app.py'")
         argv = resolve_command(parts, cwd)

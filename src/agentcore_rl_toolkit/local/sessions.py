@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import cycle
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from agentcore_rl_toolkit._redact import Redactor
 
 from .limits import Lifecycle, Quotas, RateLimit, ServiceError
 from .processes import Process, Supervisor
@@ -120,9 +122,10 @@ class Session:
         if not self._stop.done():
             self._stop.set_result(reason)
 
-    def failure(self, what: str) -> ServiceError:
-        """A RuntimeClientError naming the log and quoting its last lines."""
-        tail = _tail(self.log)
+    def failure(self, what: str, secrets: Iterable[str] = ()) -> ServiceError:
+        """A RuntimeClientError naming the log and quoting its last lines, ``secrets`` masked."""
+        redactor = Redactor(secrets)
+        what, tail = redactor.text(what), redactor.text(_tail(self.log))
         quoted = f" Its last lines:\n{tail}" if tail else " It is empty."
         return ServiceError("RuntimeClientError", f"The agent {what}. See the log {self.log}.{quoted}")
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import aiohttp
 from aiohttp import web
 
+from agentcore_rl_toolkit._redact import find_secrets
 from agentcore_rl_toolkit.protocol import MAX_PAYLOAD_BYTES
 
 from . import commands, eventstream
@@ -113,7 +114,7 @@ class DataPlane:
                     upstream = await stack.enter_async_context(call)
                     if not 200 <= upstream.status < 300:
                         text = (await upstream.content.read(2000)).decode(errors="replace")
-                        raise session.failure(f"answered {upstream.status} ({text})")
+                        raise await _failure(session, f"answered {upstream.status} ({text})", payload)
                 answer = web.StreamResponse(status=200, headers=_answer_headers(upstream, session))
                 await answer.prepare(request)
                 async for chunk in upstream.content.iter_any():
@@ -122,7 +123,7 @@ class DataPlane:
                 return answer
         except TimeoutError:
             seconds = session.agent.lifecycle.request_timeout
-            raise session.failure(f"did not begin to answer within {seconds:g} s") from None
+            raise await _failure(session, f"did not begin to answer within {seconds:g} s", payload) from None
         except aiohttp.ClientError as error:
             if answer is not None:  # too late for a status: break the body off, so that no client takes it for whole
                 logger.warning("session %s: an answer broke off: %s", session.id, error)
@@ -131,7 +132,7 @@ class DataPlane:
                 return answer
             code = await session.exit_code(within=1.0)
             what = f"broke the connection off ({error})" if code is None else f"ended (exit code {code})"
-            raise session.failure(f"{what} while it worked on the request") from None
+            raise await _failure(session, f"{what} while it worked on the request", payload) from None
 
     async def stop(self, request: web.Request) -> web.StreamResponse:
         agent, session_id = self._agent(request), _session_id(request)
@@ -155,6 +156,17 @@ class DataPlane:
                     await answer.write(eventstream.event("chunk", event))
             await answer.write_eof()
             return answer
+
+
+async def _failure(session: Session, what: str, payload: bytes) -> ServiceError:
+    """The session's failure; what it quotes of the agent's words shows no secret of the payload."""
+
+    def secrets() -> list[str]:
+        with contextlib.suppress(ValueError, RecursionError):
+            return list(find_secrets(json.loads(payload)))
+        return []
+
+    return session.failure(what, await asyncio.to_thread(secrets))
 
 
 def _session_id(request: web.Request) -> str | None:
