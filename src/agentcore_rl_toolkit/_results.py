@@ -6,8 +6,6 @@ import logging
 import threading
 from typing import Any
 
-from .protocol import dumps
-
 __all__ = ["ResultStore"]
 
 logger = logging.getLogger(__name__)
@@ -52,9 +50,8 @@ class ResultStore:
         logger.info("rollout %s: its result exists already; not run again", key)
         return False
 
-    def write(self, bucket: str, key: str, result: dict[str, Any]) -> bool:
-        """Write ``result`` unless the key exists; True if it is there now. Failures are logged, not raised."""
-        body = dumps(result).encode("utf-8")
+    def write(self, bucket: str, key: str, body: bytes) -> bool:
+        """Write ``body`` unless the key exists; True if a result is there now. Failures are logged, not raised."""
         for attempt in range(3):
             try:
                 self._s3().put_object(

@@ -30,7 +30,7 @@ from ._handler import Did, call_handler, describe, in_thread, takes_context
 from ._redact import Redactor, find_secrets
 from ._results import ResultStore
 from .errors import Outcome
-from .protocol import ROLLOUT_FIELD, ContractError, RolloutConfig, error_result, success_result, to_jsonable
+from .protocol import ROLLOUT_FIELD, ContractError, RolloutConfig, dumps, error_result, success_result, to_jsonable
 
 if TYPE_CHECKING:
     from bedrock_agentcore.runtime import RequestContext
@@ -202,7 +202,11 @@ class _RolloutRunner:
             logger.error("rollout %s failed: %s\n%s", run.key, result["stop_reason"], result.get("traceback", ""))
         if self._store_payload:
             result["payload"] = _storable(run.redactor.fields(run.payload))
-        written = self._store.write(run.config.s3_bucket, run.key, result)
+        try:
+            body = dumps(result)
+        except ContractError as error:
+            body = dumps(run.error(str(error)))
+        written = self._store.write(run.config.s3_bucket, run.key, body.encode("utf-8"))
         if written and run.config.notify_url:
             _notify(run.config.notify_url, run.config.s3_bucket, run.key, run.redactor)
 

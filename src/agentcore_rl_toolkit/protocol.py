@@ -39,6 +39,7 @@ ROLLOUT_FIELD = "_rollout"
 """The payload field that carries the :class:`RolloutConfig`."""
 
 MAX_KEY_PART = 256
+_MAX_INT_BITS = 14_000  # Python's own JSON reader takes 4,300 digits
 MAX_PAYLOAD_BYTES = 100_000_000
 """InvokeAgentRuntime takes no larger payload (botocore model of the service)."""
 
@@ -140,6 +141,8 @@ def to_jsonable(value: Any, path: str = "result") -> Any:
             raise ContractError(f"{path}: not valid Unicode (lone surrogate)") from None
         return str(value)
     if isinstance(value, int):
+        if value.bit_length() > _MAX_INT_BITS:
+            raise ContractError(f"{path}: an integer of {value.bit_length()} bits can't be read back")
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -157,6 +160,8 @@ def to_jsonable(value: Any, path: str = "result") -> Any:
     if callable(getattr(value, "model_dump", None)):  # pydantic, without importing it
         return to_jsonable(value.model_dump(mode="python"), path)
     if type(value).__module__.partition(".")[0] == "numpy" and callable(getattr(value, "tolist", None)):
+        if value.dtype.kind in "mM":  # numpy makes plain integers of most of them
+            raise ContractError(f"{path}: numpy {value.dtype} is not JSON, a datetime or a string is")
         return to_jsonable(value.tolist(), path)
     raise ContractError(f"{path}: {type(value).__name__} is not JSON")
 
@@ -164,7 +169,7 @@ def to_jsonable(value: Any, path: str = "result") -> Any:
 def _json_key(key: object, path: str) -> str:
     if not isinstance(key, str):
         raise ContractError(f"{path}: key {key!r} is {type(key).__name__}, JSON keys are strings")
-    return key
+    return str(to_jsonable(key, f"{path}: key {key!r}"))
 
 
 def _child(path: str, name: str) -> str:

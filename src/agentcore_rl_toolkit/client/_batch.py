@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -99,9 +98,12 @@ class _Batch:
         self._run_name = f"run-{uuid.uuid4().hex[:12]}"
         self._task: asyncio.Task[None] | None = None
         self._active = self._finished = 0
+        self._total = len(settings.payloads) * settings.samples
 
     async def next(self) -> BatchItem | None:
         """The next item; None after the last."""
+        if not self._total:
+            return None
         if self._task is None:
             self._items: asyncio.Queue[BatchItem | Exception | None] = asyncio.Queue()
             self._task = asyncio.create_task(self._run())
@@ -118,18 +120,15 @@ class _Batch:
 
     async def _run(self) -> None:
         jobs = self._jobs()
-        count = min(self._settings.max_concurrent, len(self._settings.payloads) * self._settings.samples)
-        workers = [asyncio.create_task(self._work(jobs)) for _ in range(count)]
-        report = asyncio.create_task(self._report())
+        count = min(self._settings.max_concurrent, self._total)
         end: Exception | None = None
         try:
-            await asyncio.gather(*workers)
-        except Exception as error:  # noqa: BLE001 - raised in the consumer
-            end = error
-        finally:
-            for task in (report, *workers):
-                task.cancel()
-            await asyncio.gather(report, *workers, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                report = group.create_task(self._report())
+                await asyncio.wait([group.create_task(self._work(jobs)) for _ in range(count)])
+                report.cancel()
+        except ExceptionGroup as errors:  # raised in the consumer; the first is the cause of the others
+            end = errors.exceptions[0]
         self._items.put_nowait(end)
 
     def _jobs(self) -> Iterator[tuple[int, int]]:
@@ -181,11 +180,9 @@ class _Batch:
                 await future._stop()
 
     async def _report(self) -> None:
-        total = len(self._settings.payloads) * self._settings.samples
-        with contextlib.suppress(asyncio.CancelledError):
-            while True:
-                await asyncio.sleep(self._settings.log_interval)
-                logger.info("batch: %d of %d done, %d sessions active", self._finished, total, self._active)
+        while True:
+            await asyncio.sleep(self._settings.log_interval)
+            logger.info("batch: %d of %d done, %d sessions active", self._finished, self._total, self._active)
 
 
 def _judge(item: BatchItem, result: dict[str, Any]) -> None:

@@ -1,0 +1,91 @@
+"""The package costs nothing until a name is used, and says what to install when a part is missing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import agentcore_rl_toolkit
+
+HEAVY = {"boto3", "botocore", "bedrock_agentcore", "aiohttp", "numpy", "tokenizers", "jinja2", "transformers", "rich"}
+
+
+def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level names of the modules that a fresh interpreter has after ``statement``."""
+    done = python(f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in json.loads(done.stdout)}
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert not loaded_by("import agentcore_rl_toolkit") & HEAVY
+    assert not loaded_by("import agentcore_rl_toolkit.protocol") & HEAVY
+    assert not loaded_by("from agentcore_rl_toolkit import RewardFunction, Outcome") & HEAVY
+
+
+def test_the_agent_and_the_client_load_nothing_of_the_gateway() -> None:
+    for name in "AgentCoreRLApp", "RolloutClient":
+        extra = loaded_by(f"from agentcore_rl_toolkit import {name}") & HEAVY
+        assert extra <= {"boto3", "botocore", "bedrock_agentcore"}, name
+
+
+def test_importing_the_package_is_quick() -> None:
+    def seconds(code: str) -> float:
+        began = time.perf_counter()
+        assert python(code, "-I").returncode == 0
+        return time.perf_counter() - began
+
+    # Pairs, so that whatever else the machine does hits both alike.
+    added = [seconds("import agentcore_rl_toolkit") - seconds("pass") for _ in range(9)]
+    assert statistics.median(added) < 0.050, added
+
+
+def test_public_names() -> None:
+    expected = {
+        "AgentCoreRLApp",
+        "AsyncBatchResult",
+        "BatchItem",
+        "BatchResult",
+        "Outcome",
+        "RewardFunction",
+        "Rollout",
+        "RolloutClient",
+        "RolloutFuture",
+        "run_rollouts",
+    }
+    assert set(agentcore_rl_toolkit.__all__) == expected
+    assert expected <= set(dir(agentcore_rl_toolkit))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = agentcore_rl_toolkit.nothing
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the AgentCore SDK
+@pytest.mark.parametrize("name", agentcore_rl_toolkit.__all__)
+def test_every_public_name_loads(name: str) -> None:
+    value: Any = getattr(agentcore_rl_toolkit, name)
+    assert value.__module__.startswith("agentcore_rl_toolkit")
+
+
+def test_a_missing_extra_is_one_line_that_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["aiohttp"] = None  # as if it were not installed
+from agentcore_rl_toolkit.errors import MissingExtraError, require
+try:
+    require("aiohttp", "gateway")
+except MissingExtraError as error:
+    assert isinstance(error, ImportError)
+    print(error)
+"""
+    done = python(code)
+    assert done.stdout == "aiohttp is not installed: pip install 'agentcore-rl-toolkit[gateway]'\n", done.stderr
