@@ -614,7 +614,7 @@ def serve(agent_dir: Path, mark: str) -> tuple[subprocess.Popen[str], dict[str, 
     """``agentcore-rl local`` in a process of its own; what it prints for clients."""
     process = subprocess.Popen(
         [sys.executable, "-m", "agentcore_rl_toolkit", "local", "--agent", "python rl_app.py", "--cwd", str(agent_dir),
-         "--env", f"MARK={mark}"],
+         "--env", f"MARK={mark}", "--data-dir", str(agent_dir / mark)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -682,7 +682,9 @@ def test_a_forked_copy_of_the_host_does_not_keep_agents_alive(agent_dir: Path, s
     script = f"""if True:
         import json, os, subprocess, sys, time, uuid
         from agentcore_rl_toolkit.local import LocalAgentCore
-        local = LocalAgentCore("python rl_app.py", cwd={str(agent_dir)!r}, env={{"MARK": "{mark}"}}).__enter__()
+        local = LocalAgentCore(
+            "python rl_app.py", cwd={str(agent_dir)!r}, env={{"MARK": "{mark}"}}, data_dir={str(agent_dir / mark)!r}
+        ).__enter__()
         os.fork() or time.sleep(30) or os._exit(0)  # a worker of the trainer: it holds every descriptor
         print("up", flush=True)
         time.sleep(60)"""
