@@ -96,9 +96,9 @@ def assemble(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(backend: Any, *, tokenizer: Path = TINY, **options: Any) -> AsyncIterator[RolloutGateway]:
-    """A gateway that listens on loopback."""
-    gateway = RolloutGateway(backend=backend, renderer=renderer(tokenizer), **options)
+async def serving(backend: Any, *, rendered_by: Any = None, **options: Any) -> AsyncIterator[RolloutGateway]:
+    """A gateway that listens on loopback, with the tiny tokenizer unless another renderer is given."""
+    gateway = RolloutGateway(backend=backend, renderer=rendered_by or renderer(TINY), **options)
     runner = web.AppRunner(gateway_app(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
