@@ -163,7 +163,8 @@ class Trainer:
         from .report import Step
 
         started = time.monotonic()
-        step, rollouts = Step(number, len(payloads) * samples), list[Rollout]()
+        step = Step(number, len(payloads) * samples)
+        rollouts: list[Rollout] = []
         stream = run_rollouts(
             self.client,
             self.gateway,
@@ -187,7 +188,7 @@ class Trainer:
         self.report.finish(step)
 
     def _learn(self, rollouts: list[Rollout], samples: int) -> float | None:
-        """One policy update. Returns the largest logprob gap, None where all samples of every task are alike."""
+        """One policy update. Returns the largest logprob gap, None without a single row."""
         from .grpo import group_advantages
 
         # As they complete they come in any order; sums of floats depend on it.
@@ -196,9 +197,10 @@ class Trainer:
         for start in range(0, len(rollouts), samples):
             group = rollouts[start : start + samples]
             for rollout, advantage in zip(group, group_advantages([r.reward for r in group]), strict=True):
-                if advantage is not None:
-                    records += rollout.records
-                    advantages += [advantage] * len(rollout.records)
+                records += rollout.records
+                # A group of equals teaches nothing, but counts in the mean: else the last few mistakes of a good
+                # policy would be as loud as the many of a bad one.
+                advantages += [advantage or 0.0] * len(rollout.records)
         if not records:
             return None
         return self.policy.update(records, advantages, learning_rate=LEARNING_RATE)["max_logprob_gap"]
