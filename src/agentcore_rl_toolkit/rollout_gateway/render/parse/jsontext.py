@@ -91,18 +91,19 @@ class ObjectScanner:
         self._in_string = False
         self._escaped = False
 
-    def find_end(self, text: str, position: int = 0) -> int | None:
-        """The index after the object's last bracket, None if it goes on after ``text``."""
-        if self._escaped and position < len(text):
+    def find_end(self, text: str, position: int = 0, limit: int | None = None) -> int | None:
+        """The index after the object's last bracket, None if it goes on after ``text[:limit]``."""
+        limit = len(text) if limit is None else limit
+        if self._escaped and position < limit:
             self._escaped = False
             position += 1
-        while match := (_IN_STRING if self._in_string else _OUTSIDE).search(text, position):
+        while match := (_IN_STRING if self._in_string else _OUTSIDE).search(text, position, limit):
             position = match.end()
             match match[0]:
                 case '"':
                     self._in_string = not self._in_string
                 case "\\":
-                    self._escaped = position == len(text)
+                    self._escaped = position == limit
                     position += 1
                 case "{" | "[":
                     self._depth += 1

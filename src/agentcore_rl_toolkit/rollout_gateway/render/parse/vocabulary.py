@@ -42,15 +42,16 @@ class Vocabulary:
         self.ends = "".join(self._mark_of[name] for name in ending if name in self._mark_of)
         self.pieces = _Pieces(tokenizer)
 
-    def has(self, token: str) -> bool:
-        """Whether ``token`` is one control token of this vocabulary that its grammar knows."""
-        return token in self._mark_of
-
     def compile(self, marker: str) -> str:
         """``marker`` with the control tokens in it as marks."""
         for name in sorted(self._inside, key=len, reverse=True):
             marker = marker.replace(name, self._mark_of[name])
         return marker
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, control tokens spelled out."""
+        reader = TokenReader(self)
+        return self.spell(reader.read(ids) + reader.rest())
 
     def spell(self, text: str) -> str:
         """``text`` with its marks spelled out."""
