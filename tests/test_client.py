@@ -223,6 +223,20 @@ async def test_cancelling_the_waiter_stops_the_session(local: LocalAgentCore, cl
     assert future.cancelled
 
 
+async def test_an_invoke_that_is_cancelled_leaves_no_session(local: LocalAgentCore, client: RolloutClient) -> None:
+    before = live(local)
+    for delay in (0.0, 0.02, 0.1, 0.3, 0.6):
+        invoke = asyncio.ensure_future(client.invoke_async({"sleep": 60}))
+        await asyncio.sleep(delay)
+        invoke.cancel()
+        if invoke.done():  # it was quicker than the delay
+            await (await invoke).cancel_async()
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await invoke
+        assert live(local) <= before
+
+
 def test_a_late_look_finds_what_the_interval_would_miss(client: RolloutClient) -> None:
     future = client.invoke({"sleep": 1.0})  # looks at 0.5, 1.25, 2.4 s …
     time.sleep(1.8)

@@ -8,8 +8,8 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import boto3
 import botocore.exceptions as aws
@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 # An invoke is answered when the session has started, which can take minutes with a heavy image.
 _INVOKE_READ_TIMEOUT = 180
+_ABANDON_SECONDS = 30.0
 _FIRST_DELAY, _MAX_DELAY = 0.5, 20.0  # seconds
 
 # Retrying an invoke is safe: the agent runs a session once, however often it is invoked.
@@ -107,19 +108,26 @@ class RateLimiter:
 class Aws:
     """The two boto3 clients and their threads.
 
-    ``connections``: calls in flight at once to each of the two services.
+    ``connections``: calls in flight at once, of each kind (invoke, stop, look for a result).
     """
 
     def __init__(self, arn: RuntimeArn, *, attempts: int, tps: float | None, connections: int) -> None:
         if connections < 1:
             raise SetupError(f"max_pool_connections must be at least 1, it is {connections!r}")
-        common = {"max_pool_connections": connections, "user_agent_extra": "agentcore-rl-toolkit"}
+        agent = "agentcore-rl-toolkit"
         # We retry these calls ourselves: botocore neither knows 424 nor our rate limit.
         once = Config(
-            retries={"mode": "standard", "total_max_attempts": 1}, read_timeout=_INVOKE_READ_TIMEOUT, **common
+            retries={"mode": "standard", "total_max_attempts": 1},
+            read_timeout=_INVOKE_READ_TIMEOUT,
+            max_pool_connections=2 * connections,
+            user_agent_extra=agent,
         )
         s3 = Config(
-            retries={"mode": "standard", "total_max_attempts": 4}, connect_timeout=10, read_timeout=30, **common
+            retries={"mode": "standard", "total_max_attempts": 4},
+            connect_timeout=10,
+            read_timeout=30,
+            max_pool_connections=connections,
+            user_agent_extra=agent,
         )
         session = boto3.Session()
         self.agentcore = session.client("bedrock-agentcore", region_name=arn.region, config=once)
@@ -127,17 +135,20 @@ class Aws:
         self.limiter = RateLimiter(tps)
         self._arn = arn
         self._attempts = max(0, attempts)
-        self._calls = ThreadPoolExecutor(connections, thread_name_prefix="agentcore-rl-call")
-        # Polls have their own threads: they may not wait behind sessions that start slowly.
-        self._polls = ThreadPoolExecutor(connections, thread_name_prefix="agentcore-rl-poll")
+        # Neither a look for a result nor a stop may wait behind sessions that start slowly.
+        self._invokes = ThreadPoolExecutor(connections, thread_name_prefix="agentcore-rl-invoke")
+        self._stops = ThreadPoolExecutor(connections, thread_name_prefix="agentcore-rl-stop")
+        self._polls = ThreadPoolExecutor(connections, thread_name_prefix="agentcore-rl-s3")
         self._reached = False
         """Whether AgentCore has ever answered."""
-        self._served = self._broken = False
-        """Whether the setup was found broken before any session could start."""
+        self._served = False
+        """Whether any session was ever started."""
+        self._broken = False
+        """Whether the setup was found broken before that."""
 
     def close(self) -> None:
         """Close connections and let the threads end."""
-        for executor in (self._calls, self._polls):
+        for executor in (self._invokes, self._stops, self._polls):
             executor.shutdown(wait=False, cancel_futures=True)
         for client in (self.agentcore, self.s3):
             client.close()
@@ -145,7 +156,7 @@ class Aws:
     async def invoke(self, session_id: str, body: bytes) -> bytes:
         """InvokeAgentRuntime; the body of the answer. The caller has waited for the rate limit.
 
-        Raises ``SetupError`` or ``InvocationError``.
+        Raises ``SetupError`` or ``InvocationError``. When it raises, or is cancelled, no session is left.
         """
 
         def call() -> bytes:
@@ -160,13 +171,30 @@ class Aws:
                 data: bytes = stream.read()
             return data
 
+        sent: list[Future[bytes]] = []
         try:
-            answer = await self._retried("invoke", session_id, call)
+            answer = await self._retried("invoke", session_id, call, self._invokes, sent)
         except SetupError:
             self._broken = not self._served
             raise
+        except asyncio.CancelledError:
+            if not all(request.cancelled() for request in sent):
+                await self._abandon(session_id, sent[-1])
+            raise
+        except InvocationError:
+            await self.stop(session_id)  # it may have started all the same
+            raise
         self._served = True
         return answer
+
+    async def _abandon(self, session_id: str, request: Future[Any]) -> None:
+        """End a session whose invoke is on its way and can't be called back: now, and again if it came later."""
+        await self.stop(session_id)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(request), _ABANDON_SECONDS)
+        except Exception:  # noqa: BLE001 - it never started, or was stopped while it did
+            return
+        await self.stop(session_id)
 
     async def stop(self, session_id: str) -> bool:
         """StopRuntimeSession, within the rate limit. Never raises: an unstopped session ends by its own limits."""
@@ -177,7 +205,7 @@ class Aws:
             return False  # no session was ever started, and this call would fail the same way
         try:
             await self.limiter.wait()
-            await self._retried("stop", session_id, call)
+            await self._retried("stop", session_id, call, self._stops, [])
         except Exception as error:  # noqa: BLE001 - warned; it may not hide the rollout's own outcome
             if error.__cause__ is not None and error_code(error.__cause__) == _GONE:
                 return True
@@ -196,15 +224,19 @@ class Aws:
         return await asyncio.get_running_loop().run_in_executor(self._polls, call)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._calls, work)
+        return await asyncio.get_running_loop().run_in_executor(self._polls, work)
 
-    async def _retried(self, what: str, session_id: str, call: Callable[[], T]) -> T:
+    async def _retried(
+        self, what: str, session_id: str, call: Callable[[], T], threads: ThreadPoolExecutor, sent: list[Future[T]]
+    ) -> T:
+        """The value of ``call``; each try is added to ``sent``."""
         for attempt in range(self._attempts + 1):
             if attempt:
                 await asyncio.sleep(_delay(attempt))
                 await self.limiter.wait()
+            sent.append(threads.submit(call))
             try:
-                value = await self.in_thread(call)
+                value = await asyncio.wrap_future(sent[-1])
             except Exception as error:
                 self._reached |= isinstance(error, aws.ClientError)
                 if isinstance(error, _NETWORK) or error_code(error) in _TRANSIENT:

@@ -76,7 +76,7 @@ class RolloutClient:
         ``RolloutRejected`` if the agent refuses it, ``InvocationError`` if the session can't be started, and
         ``SetupError`` if no session can.
         """
-        return run_sync(self._start(payload, session_id, input_id, rollout_overrides))
+        return run_sync(self._start(payload, session_id, input_id, rollout_overrides), RolloutFuture._cancel)
 
     async def invoke_async(
         self,
@@ -86,7 +86,7 @@ class RolloutClient:
         **rollout_overrides: Any,
     ) -> RolloutFuture:
         """:meth:`invoke` for async code."""
-        return await run_async(self._start(payload, session_id, input_id, rollout_overrides))
+        return await run_async(self._start(payload, session_id, input_id, rollout_overrides), RolloutFuture._cancel)
 
     def run_batch(
         self,
@@ -177,14 +177,14 @@ class RolloutClient:
         try:
             async with asyncio.timeout(timeout):
                 answer = await self._aws.invoke(session_id, body)
+        except TimeoutError:
+            raise RolloutTimeout(
+                f"session {session_id} did not start within {timeout} s", session_id=session_id
+            ) from None
+        try:
             bucket, key = _read_answer(answer, session_id, (self.s3_bucket, key))
-        except BaseException as error:
-            # It may have started all the same, and nobody else knows of it.
+        except Exception:
             await self._aws.stop(session_id)
-            if isinstance(error, TimeoutError):
-                raise RolloutTimeout(
-                    f"session {session_id} did not start within {timeout} s", session_id=session_id
-                ) from None
             raise
         return RolloutFuture(
             self._aws,

@@ -11,7 +11,7 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["run_async", "run_sync", "soon"]
 
@@ -39,23 +39,59 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    return asyncio.run_coroutine_threadsafe(coroutine, _background())
+class _Job(Generic[T]):
+    """A coroutine on the background loop. ``ended`` is settled when it has really ended, cleaning up included."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.ended: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._coroutine = coroutine
+        self._loop = _background()
+        self._loop.call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._coroutine)
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(task.result())
+
+    def cancel(self) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._task.cancel())
 
 
-def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run to the end and return its value. An interrupt (Ctrl-C) here cancels the coroutine there."""
-    future = _submit(coroutine)
+# What is done with a value whose receiver has left before it came.
+Discard = Callable[[T], Coroutine[Any, Any, object]]
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T], discard: Discard[T] | None = None) -> T:
+    """Run to the end and return its value. An interrupt (Ctrl-C) cancels it and waits for its cleaning up."""
+    job = _Job(coroutine)
     try:
-        return future.result()
+        return job.ended.result()
     except BaseException:
-        future.cancel()
+        if not job.ended.done():
+            job.cancel()
+            if job.ended.exception() is None and discard:
+                _Job(discard(job.ended.result())).ended.result()
         raise
 
 
-async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The same for a caller in an event loop of its own; cancelling the caller cancels the coroutine."""
-    return await asyncio.wrap_future(_submit(coroutine))
+async def run_async(coroutine: Coroutine[Any, Any, T], discard: Discard[T] | None = None) -> T:
+    """:func:`run_sync` for a caller in an event loop of its own; what interrupts there is cancellation here."""
+    job = _Job(coroutine)
+    ended = asyncio.wrap_future(job.ended)
+    try:
+        return await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        job.cancel()
+        await asyncio.wait([ended])
+        if ended.exception() is None and discard:
+            await asyncio.wrap_future(_Job(discard(ended.result())).ended)
+        raise
 
 
 def soon(callback: Callable[[], object]) -> None:
