@@ -11,7 +11,7 @@ from . import __version__
 from .errors import ToolkitError
 
 # Modules that are cheap to import: what a subcommand needs, it imports when it runs.
-_SUBCOMMANDS = ("local.cli",)
+_SUBCOMMANDS = ("local.cli", "local.demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

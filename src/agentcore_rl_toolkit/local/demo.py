@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TASKS_PER_STEP = 4
 MAX_CONCURRENT = 12
-LEARNING_RATE = 1.0
+LEARNING_RATE = 2.0
 ROLLOUT_TIMEOUT = 120.0  # seconds; one takes about one, on a busy machine a few
 EXAMPLE = Path("examples/local_math_agent")
 
