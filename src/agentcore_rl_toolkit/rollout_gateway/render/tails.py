@@ -19,8 +19,8 @@ from ..messages import Message
 
 _CONTENTS = [
     "plain words", "", " ", "\n", "\n\nx\n", " x ", "\t\r\nx\r\n", '{"a": "b\\"c", "d": [1, null]}', "[1, 2]",
-    '"q"',
-    "<b>&'\"\\</b> {{ x }} {% if %}", "é\u2028\U0001f600", "123", "-1.5e3", "true", "None", "null", "%s {0} $x", "x" * 3000,
+    '"q"', "<b>&'\"\\</b> {{ x }} {% if %}", "é\u2028\U0001f600", "123", "-1.5e3", "true", "None", "null", "%s {0} $x",
+    "x" * 3000,
 ]  # fmt: skip
 _PLAIN_ID = re.compile(r"[A-Za-z0-9]{9}\Z")
 _MARK = re.compile("\ue123([0-9]+)\ue123")

@@ -1,0 +1,90 @@
+"""What a chat template is like, found out by asking it: no list of model names, no hashes of templates."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+from ...errors import RenderError
+from ..messages import Message
+from .splice import SENTINEL, Splicer, text_answer
+from .template import ChatTemplate
+from .text import TextEncoder
+
+_CALL_ID = "abcdefghi"  # nine alphanumerics: what Mistral's templates insist on
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+class TemplateTraits:
+    """The traits of one template.
+
+    ``arguments``: brings a call's arguments into the form the template takes (mapping or JSON text). ``takes_text``:
+    arguments that are no JSON object may be passed as they are. ``reasoning_name``: the field it reads reasoning from,
+    None where it reads none. ``reasoning_beside_content``: False where it refuses both beside a call (gpt-oss).
+    ``reasoning_closer``: what it writes between reasoning and content. ``splicer``: its tails.
+    """
+
+    def __init__(self, template: ChatTemplate, text: TextEncoder) -> None:
+        self._template, self._text = template, text
+        self.arguments = next(
+            (form for form in (_as_mapping, _as_text) if self._shows(form({"k": SENTINEL}))), _as_mapping
+        )
+        self.takes_text = self._shows(SENTINEL)
+        self.reasoning_name = next((n for n in _REASONING_NAMES if self._reasoning_shows(n)), None)
+        self.reasoning_beside_content = self._takes_reasoning_beside_content()
+        self.reasoning_closer = self._find_reasoning_closer()
+        self.splicer = Splicer(template, lambda body: self.arguments({"k": body}), _CALL_ID, text.find_control)
+
+    def stop_tokens(self) -> set[int]:
+        """The control tokens that end an assistant's turn."""
+        endings = [self.splicer.closer, self.splicer.call_closer]
+        if not self.splicer.closer:  # the next role's marker ends the turn (GLM)
+            for role in ("user", "tool"):
+                with contextlib.suppress(RenderError):
+                    endings.append(self.splicer.tail(text_answer(), [{"role": role, "content": "."}]))
+        return {token for ending in endings if (token := self.first_control(ending)) is not None}
+
+    def first_control(self, text: str) -> int | None:
+        """The control token that ``text`` begins with."""
+        match = self._text.find_control.match(text)
+        return self._text.control[match[0]] if match else None
+
+    def _answered(self, answer: Message) -> str:
+        """The rendering of a conversation that ends with ``answer``, ``""`` where the template refuses it."""
+        try:
+            return self._template.render([{"role": "user", "content": "."}, answer], generation_prompt=False)
+        except RenderError:
+            return ""
+
+    def _shows(self, arguments: Any) -> bool:
+        return SENTINEL in self._answered({"role": "assistant", "content": "", "tool_calls": [_call(arguments)]})
+
+    def _reasoning_shows(self, name: str) -> bool:
+        return SENTINEL in self._answered({"role": "assistant", "content": "x", name: SENTINEL})
+
+    def _takes_reasoning_beside_content(self) -> bool:
+        if self.reasoning_name is None:
+            return True
+        calls = [_call(self.arguments({"k": "v"}))]
+        answer = {"role": "assistant", "content": "x", self.reasoning_name: "y", "tool_calls": calls}
+        return not self._shows(self.arguments({"k": SENTINEL})) or bool(self._answered(answer))
+
+    def _find_reasoning_closer(self) -> str:
+        if self.reasoning_name is None:
+            return ""
+        text = self._answered({"role": "assistant", "content": SENTINEL, self.reasoning_name: SENTINEL})
+        parts = text.split(SENTINEL)
+        return parts[1] if len(parts) == 3 else ""
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "id": _CALL_ID, "function": {"name": "f", "arguments": arguments}}
+
+
+def _as_mapping(arguments: dict[str, Any]) -> Any:
+    return arguments
+
+
+def _as_text(arguments: dict[str, Any]) -> Any:
+    return json.dumps(arguments, ensure_ascii=False)
