@@ -71,8 +71,8 @@ class TemplateTraits:
         return not self._shows(self.arguments({"k": SENTINEL})) or bool(self._answered(answer))
 
     def _find_reasoning_closer(self) -> str:
-        if self.reasoning_name is None:
-            return ""
+        if self.reasoning_name is None:  # it never shows reasoning again; the model writes it all the same (R1)
+            return "</think>" if "</think>" in self._text.control else ""
         text = self._answered({"role": "assistant", "content": SENTINEL, self.reasoning_name: SENTINEL})
         parts = text.split(SENTINEL)
         return parts[1] if len(parts) == 3 else ""
