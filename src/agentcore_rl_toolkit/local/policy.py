@@ -67,7 +67,7 @@ def _words() -> frozenset[int]:
 
 
 class _Context:
-    """The tokens so far, and the message being answered: the last one that is complete."""
+    """The tokens so far, and the message being answered: the last complete one (none at first)."""
 
     def __init__(self, ids: Iterable[int]) -> None:
         self.ids = list(ids)
@@ -80,7 +80,7 @@ class _Context:
 
     def _look_back(self) -> None:
         starts = [i for i, token in enumerate(self.ids) if token == MESSAGE_START]
-        start, end = starts[-2:] if len(starts) > 1 else (0, len(self.ids))
+        start, end = starts[-2:] if len(starts) > 1 else (0, 0)
         message = self.ids[max(start, end - _ANSWERED) : end]
         self._topic = tuple(sorted(_words().intersection(message)))
         # Place j of the arrays is place j + 2 of the message.
@@ -309,6 +309,8 @@ def _sample(version: int, weights: _Weights, prompt_ids: list[int], params: dict
         raise EngineError("max_tokens must be at least 1")
     temperature = params.get("temperature")
     temperature = 1.0 if temperature is None else float(temperature)
+    if not 0.0 <= temperature < math.inf:
+        raise EngineError(f"temperature={temperature}: 0 or a positive number is required")
     stops = set(params.get("stop_token_ids") or (MESSAGE_END, END_OF_TEXT))
     seed = params.get("seed")
     # The prompt's length tells the turns of a session apart, which share its seed.
