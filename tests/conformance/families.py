@@ -161,8 +161,18 @@ class Family:
     @functools.cached_property
     def calls(self) -> bool:
         """Its model calls tools (SmolLM3's template drops calls from history; the model makes them all the same)."""
-        return self.name == "smollm3-surrogate" or self._renders(
-            Said(calls=(ARGUMENTS,)).message(arguments_as_text=self.arguments_as_text)
+        return self.name == "smollm3-surrogate" or self.renders_calls
+
+    @functools.cached_property
+    def renders_calls(self) -> bool:
+        """Calls in history are rendered."""
+        return self._renders(Said(calls=(ARGUMENTS,)).message(arguments_as_text=self.arguments_as_text))
+
+    @functools.cached_property
+    def mixes(self) -> bool:
+        """Text beside reasoning and a call is taken (gpt-oss' template refuses it)."""
+        return self._renders(
+            Said("Let me see.", (ARGUMENTS,), "Hm.").message(arguments_as_text=self.arguments_as_text)
         )
 
     @functools.cached_property
@@ -193,19 +203,22 @@ class Family:
 
     # -- what a model says -----------------------------------------------------------------------------------
 
-    def emission(self, said: Said) -> str:
+    def emission(self, said: Said, *, after_call: bool = False) -> str:
         """The answer as a model of this family samples it, up to and with its stop token.
 
-        It is what the template writes for it behind the generation prompt. Three families sample something else than
-        their templates put into history.
+        It is what the template writes for it behind the generation prompt, after a user message or after a call and
+        its result. Two families sample something else than their templates put into history.
         """
         if self.name == "gpt-oss":
             return _harmony(said)
         if self.name == "smollm3-surrogate":
             return _smollm3(said)
-        user = {"role": "user", "content": "."}
+        before: list[Message] = [{"role": "user", "content": "."}]
+        if after_call:
+            asked = Said(calls=(ARGUMENTS,)).message(arguments_as_text=self.arguments_as_text)
+            before += [asked, {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": "."}]
         answer = said.message(arguments_as_text=self.arguments_as_text)
-        prompt, whole = self.text([user]), self.text([user, answer], prompt=False)
+        prompt, whole = self.text(before), self.text([*before, answer], prompt=False)
         if whole.startswith(prompt):
             body = whole[len(prompt) :]
         else:  # thinking is opened by the prompt and dropped from history
