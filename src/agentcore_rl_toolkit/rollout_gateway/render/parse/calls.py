@@ -37,6 +37,12 @@ class Call:
         """The rest of the arguments. ``closed``: the format's end marker was there."""
         raise NotImplementedError
 
+    def _find_name(self, pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+        """Add ``text`` to the text so far and look for the name at its beginning."""
+        searched = len(self.text)
+        self.text += text
+        return pattern.match(self.text, 0, NAME_WITHIN) if searched < NAME_WITHIN else None
+
     def _set_status(self, *, closed: bool, ok: bool) -> None:
         self.status = "unclosed" if not closed else "ok" if ok else "invalid_json"
 
@@ -70,9 +76,8 @@ class JsonCall(Call):
             self._after += text
             return ""
         if self._scanner is None:
-            self.text += text
-            header = None if self._hold else self._HEADER.match(self.text, 0, NAME_WITHIN)
-            if not header or not (name := string(header[1])):
+            header = self._find_name(self._HEADER, text)
+            if self._hold or not header or not (name := string(header[1])):
                 return ""
             self.name = name
             self._scanner = ObjectScanner()
@@ -132,20 +137,20 @@ class RawCall(Call):
 
     def feed(self, text: str) -> str:
         if not self.name and self._header is not None:
-            self.text += text
-            match = self._header.match(self.text, 0, NAME_WITHIN)
+            match = self._find_name(self._header, text)
             if not match:
                 return ""
             self.name = match["name"]
             self.id = match.groupdict().get("id") or None
             text = self.text[match.end() :]
-        text = self._held + text
         if not self._arguments:
             text = text.lstrip()
         certain = text.rstrip(self._padding)
-        self._held = text[len(certain) :]
-        if certain:
-            self._arguments.append(certain)
+        if not certain:
+            self._held += text
+            return ""
+        certain, self._held = self._held + certain, text[len(certain) :]
+        self._arguments.append(certain)
         return certain
 
     def close(self, *, closed: bool) -> str:

@@ -102,7 +102,6 @@ class Parser:
         self._grammar = grammar
         self._tools = tools
         self._reader = TokenReader(grammar.vocabulary)
-        self._ids: list[int] = []
         self._buffer = ""
         self._out = Deltas(grammar.vocabulary)
         self._scanner: Scanner | ObjectEnd = self._content_scanner()
@@ -120,13 +119,12 @@ class Parser:
     # -- the seam ----------------------------------------------------------------------------------------
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
-        self._ids += ids
-        self._read(self._reader.read(ids))
+        self._read(self._out.sampled(self._reader.read(ids)))
         return self._out.take()
 
     def finish(self, finish_reason: str) -> tuple[list[Delta], ParsedMessage]:
         vocabulary = self._grammar.vocabulary
-        self._read(self._reader.rest())
+        self._read(self._out.sampled(self._reader.rest()))
         rest, self._buffer = self._buffer.rstrip(vocabulary.ends), ""
         if rest:
             self._text(rest)
@@ -138,7 +136,7 @@ class Parser:
             self._out.ill_formed = True  # it never got to an answer
         else:
             self._end_content()
-        return self._out.take(), self._out.message(vocabulary.decode(self._ids))
+        return self._out.take(), self._out.message()
 
     # -- the loop ------------------------------------------------------------------------------------------
 

@@ -44,7 +44,6 @@ class HarmonyParser:
         self._grammar = grammar
         self._tools = tools
         self._reader = TokenReader(grammar.vocabulary)
-        self._ids: list[int] = []
         self._buffer = ""
         self._out = Deltas(grammar.vocabulary)
         self._header = ""
@@ -56,13 +55,12 @@ class HarmonyParser:
         self._read(opened)
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
-        self._ids += ids
-        self._read(self._reader.read(ids))
+        self._read(self._out.sampled(self._reader.read(ids)))
         return self._out.take()
 
     def finish(self, finish_reason: str) -> tuple[list[Delta], ParsedMessage]:
         vocabulary = self._grammar.vocabulary
-        self._read(self._reader.rest())
+        self._read(self._out.sampled(self._reader.rest()))
         rest = self._buffer.rstrip(vocabulary.ends)
         if rest:
             self._text(rest)
@@ -74,7 +72,7 @@ class HarmonyParser:
             self._out.ill_formed = True
             if not header.lstrip().startswith(self._grammar.channel):
                 self._out.text(ContentDelta, header)  # no header at all, but an answer in plain text
-        return self._out.take(), self._out.message(vocabulary.decode(self._ids))
+        return self._out.take(), self._out.message()
 
     def _read(self, text: str) -> None:
         text, position = self._buffer + text, 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .calls import NAME_WITHIN, Call, CallFactory, Tools
+from .calls import Call, CallFactory, Tools
 from .jsontext import is_value
 from .vocabulary import Vocabulary
 
@@ -39,8 +39,7 @@ class MarkupCall(Call):
         if self.name:
             self._parts.append(text)
             return ""
-        self.text += text
-        if match := self._notation.name.match(self.text, 0, NAME_WITHIN):
+        if match := self._find_name(self._notation.name, text):
             self._named(match)
         return ""
 

@@ -34,12 +34,19 @@ class Scanner:
         """``(where, marker)``; without a marker, ``where`` is how far the text certainly belongs to none."""
         if match := self._marker.search(text, position):
             return match.start(), match[0]
-        end = len(text)
-        if not text.isascii():
-            end = max(position, len(text.rstrip(self._ends)))
+        end = max(position, _before_ends(text, self._ends))
         if end == len(text) and self._start and (m := self._start.search(text, max(position, end - self._longest))):
             end = m.start()
         return end, ""
+
+
+_MOST_ENDS = 8
+"""End tokens that may follow each other at the end of an answer; more are text."""
+
+
+def _before_ends(text: str, ends: str) -> int:
+    tail = text[-_MOST_ENDS:]
+    return len(text) - len(tail) + len(tail.rstrip(ends))
 
 
 class ObjectEnd:
@@ -51,7 +58,7 @@ class ObjectEnd:
         self._ends = ends
 
     def find(self, text: str, position: int) -> tuple[int, str]:
-        limit = len(text) if text.isascii() else max(position, len(text.rstrip(self._ends)))
+        limit = max(position, _before_ends(text, self._ends))
         end = self._scanner.find_end(text, position, limit)
         return (limit, "") if end is None else (end - 1, text[end - 1])
 
@@ -62,10 +69,19 @@ class Deltas:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._new: list[Delta] = []
+        self._kind: type[ReasoningDelta] | type[ContentDelta] = ContentDelta
+        self._pending: list[str] = []
+        """Text of ``_kind`` that will be one delta."""
+        self._raw: list[str] = []
         self._texts: dict[type, list[str]] = {ReasoningDelta: [], ContentDelta: []}
         self.calls: list[ParsedCall] = []
         self._arguments: list[list[str]] = []
         self.ill_formed = False
+
+    def sampled(self, text: str) -> str:
+        """Keep ``text`` as part of the raw output."""
+        self._raw.append(text)
+        return text
 
     def text(self, kind: type[ReasoningDelta] | type[ContentDelta], text: str) -> None:
         if not text:
@@ -73,15 +89,16 @@ class Deltas:
         if has_mark(text):  # a control token where the format has no place for one
             text, self.ill_formed = self._vocabulary.spell(text), True
         self._texts[kind].append(text)
-        if self._new and isinstance(last := self._new[-1], kind):
-            self._new[-1] = kind(last.text + text)
-        else:
-            self._new.append(kind(text))
+        if kind is not self._kind:
+            self._flush()
+            self._kind = kind
+        self._pending.append(text)
 
     def said(self, kind: type[ReasoningDelta] | type[ContentDelta]) -> bool:
         return bool(self._texts[kind])
 
     def call(self, name: str, call_id: str | None) -> None:
+        self._flush()
         name = self._vocabulary.spell(name)
         self.calls.append(ParsedCall(name, "", id=call_id))
         self._arguments.append([])
@@ -93,6 +110,11 @@ class Deltas:
             self._arguments[-1].append(text)
             self._new.append(CallArgumentsDelta(len(self.calls) - 1, text))
 
+    def _flush(self) -> None:
+        if self._pending:
+            self._new.append(self._kind("".join(self._pending)))
+            self._pending = []
+
     def end_call(self, call: Call, tools: Tools) -> None:
         """Settle the status of the last call. Where a request has no tools, there are no names to check."""
         status = call.status
@@ -103,14 +125,17 @@ class Deltas:
         self.ill_formed |= status in ("invalid_json", "unclosed")
 
     def take(self) -> list[Delta]:
+        self._flush()
         new, self._new = self._new, []
         return new
 
-    def message(self, raw: str) -> ParsedMessage:
+    def message(self) -> ParsedMessage:
         for call, arguments in zip(self.calls, self._arguments, strict=True):
             call.arguments = "".join(arguments)
         reasoning, content = ("".join(texts) for texts in self._texts.values())
-        return ParsedMessage(reasoning, content, self.calls, self.ill_formed, raw)
+        return ParsedMessage(
+            reasoning, content, self.calls, self.ill_formed, self._vocabulary.spell("".join(self._raw))
+        )
 
 
 class Newlines:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tokenizers import Tokenizer
 
+_Utf8Decoder = getincrementaldecoder("utf-8")
 _MARKS = range(0xD800, 0xE000)
 _MARK = re.compile("[\ud800-\udfff]")
 
@@ -48,11 +49,6 @@ class Vocabulary:
             marker = marker.replace(name, self._mark_of[name])
         return marker
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, control tokens spelled out."""
-        reader = TokenReader(self)
-        return self.spell(reader.read(ids) + reader.rest())
-
     def spell(self, text: str) -> str:
         """``text`` with its marks spelled out."""
         return text if text.isascii() else _MARK.sub(lambda m: self._name_of.get(m[0], ""), text)
@@ -67,7 +63,7 @@ class TokenReader:
 
     def __init__(self, vocabulary: Vocabulary, *, at_start: bool = True) -> None:
         self._vocabulary = vocabulary
-        self._utf8 = getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8Decoder("replace")
         self._at_start = at_start and vocabulary.pieces.drops_first_space
 
     def read(self, ids: Sequence[int]) -> str:
