@@ -25,6 +25,10 @@ def _dumps(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+class LoadError(Exception):
+    """A contender answered with something that is no turn."""
+
+
 class Load:
     """``job``: host, port, sessions ([path, bearer] each), concurrency, turns, stream, pause (seconds, low and high),
     large (sessions that send one long first prompt, one every second), workload (path)."""
@@ -109,10 +113,10 @@ class Load:
         status, answer = await _response(reader)
         self.latencies.append(time.perf_counter() - start)
         if status != 200:
-            raise SystemExit(f"HTTP {status}: {answer[:500]!r}")
+            raise LoadError(f"HTTP {status}: {answer[:500]!r}")
         message, usage = _streamed(answer) if self.job["stream"] else _whole(answer)
         if not message.get("tool_calls"):
-            raise SystemExit(f"the answer lost its tool call: {answer[:500]!r}")
+            raise LoadError(f"the answer lost its tool call: {answer[:500]!r}")
         return message, usage
 
 
@@ -155,5 +159,12 @@ def _streamed(answer: bytes) -> tuple[dict[str, Any], dict[str, int]]:
     return {"role": "assistant", "content": content or None, "tool_calls": calls}, usage
 
 
+def main() -> None:
+    try:
+        json.dump(asyncio.run(Load(json.load(sys.stdin)).run()), sys.stdout)
+    except* LoadError as errors:
+        sys.exit(str(errors.exceptions[0]))
+
+
 if __name__ == "__main__":
-    json.dump(asyncio.run(Load(json.load(sys.stdin)).run()), sys.stdout)
+    main()
