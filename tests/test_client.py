@@ -212,6 +212,16 @@ def test_cancel_stops_the_session(local: LocalAgentCore, client: RolloutClient) 
         future.result()
 
 
+def test_a_closed_client_leaves_nobody_waiting(local: LocalAgentCore) -> None:
+    with connect(local) as other:
+        future = other.invoke({"sleep": 60})
+    with pytest.raises(RolloutCancelled, match="closed"):
+        future.result(timeout=10)
+    boto3.client("bedrock-agentcore").stop_runtime_session(
+        agentRuntimeArn=local.agent_runtime_arn, runtimeSessionId=future.session_id
+    )
+
+
 async def test_cancelling_the_waiter_stops_the_session(local: LocalAgentCore, client: RolloutClient) -> None:
     future = await client.invoke_async({"sleep": 60})
     waiter = asyncio.ensure_future(future.result_async())

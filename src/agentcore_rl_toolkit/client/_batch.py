@@ -117,6 +117,7 @@ class _Batch:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+            self._items.put_nowait(None)  # nobody waits for ever, should one still wait
 
     async def _run(self) -> None:
         jobs = self._jobs()
@@ -177,7 +178,7 @@ class _Batch:
             self._items.put_nowait(item)
         finally:
             if future is not None:
-                await future._stop()
+                await future._cancel()  # ends the watching too, if there is no result
 
     async def _report(self) -> None:
         while True:

@@ -18,7 +18,7 @@ from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps, r
 from ._aws import Aws
 from ._batch import AsyncBatchResult, BatchResult, BatchSettings
 from ._future import RolloutFuture
-from ._loop import run_async, run_sync
+from ._loop import run_async, run_sync, soon
 from ._poll import Intervals, ResultPoller
 
 __all__ = ["RolloutClient"]
@@ -146,7 +146,8 @@ class RolloutClient:
         return AsyncBatchResult(batch.client, batch.settings)
 
     def close(self) -> None:
-        """Close connections. Sessions that run go on; futures of this client get no result any more."""
+        """Close connections. Sessions that run go on, but the futures of this client get no result any more."""
+        soon(self._poller.close)
         self._aws.close()
 
     def __enter__(self) -> Self:

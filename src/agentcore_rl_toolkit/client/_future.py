@@ -129,7 +129,11 @@ class RolloutFuture:
         """Stop the session once; whoever asks again waits for the same call."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._aws.stop(self.session_id))
-        return await asyncio.shield(self._stopping)
+        try:
+            return await asyncio.shield(self._stopping)
+        except asyncio.CancelledError:
+            await asyncio.wait([self._stopping])  # the session's end is not given up with the waiting
+            raise
 
     def _was_cancelled(self) -> RolloutCancelled:
         return RolloutCancelled(f"session {self.session_id} was cancelled", session_id=self.session_id)

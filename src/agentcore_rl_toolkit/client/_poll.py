@@ -11,7 +11,7 @@ from typing import Any
 
 import botocore.exceptions as aws
 
-from ..errors import InvocationError
+from ..errors import InvocationError, RolloutCancelled
 from ._aws import Aws, error_code, setup_error
 
 __all__ = ["Intervals", "ResultPoller"]
@@ -55,6 +55,11 @@ class ResultPoller:
         self._watches[future] = task
         future.add_done_callback(lambda done: self._watches.pop(done).cancel())
         return future
+
+    def close(self) -> None:
+        """Nobody will get a result any more."""
+        for future in list(self._watches):
+            _settle(future, RolloutCancelled("the client was closed"))
 
     async def look(self, future: asyncio.Future[dict[str, Any]], bucket: str, key: str) -> bool:
         """Look once; True if the result was there, and the future has it."""
