@@ -611,6 +611,46 @@ def test_unknown_formats_are_plain_text_and_say_so() -> None:
     assert (message.reasoning, message.content) == ("r", "<tool_call>{}</tool_call>")
 
 
+@pytest.mark.parametrize(
+    ("opening", "before", "between", "closing", "special"),
+    [
+        ("<|tool_call|>", "[", ", ", "]<|/tool_call|>", ["<|tool_call|>", "<|/tool_call|>"]),
+        ("<function_calls>\n", "", "\n", "\n</function_calls>", []),
+        ("<call>", "", "</call><call>", "</call>", ["<call>", "</call>"]),
+        ("TOOL: ", "", "\nTOOL: ", "", []),
+        ("", "", "; ", "", []),
+    ],
+)
+@pytest.mark.parametrize("name", ["name", "tool_name"])
+def test_a_json_format_in_no_list_is_learned_from_the_template(
+    opening: str, before: str, between: str, closing: str, special: list[str], name: str
+) -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}"
+        f"{{% if loop.first %}}{{{{ {opening + before!r} }}}}{{% else %}}{{{{ {between!r} }}}}{{% endif %}}"
+        f'{{"{name}": "{{{{ c.function.name }}}}", "parameters": {{{{ c.function.arguments | tojson }}}}}}'
+        f"{{% if loop.last %}}{{{{ {closing!r} }}}}{{% endif %}}"
+        "{% endfor %}{{ eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = byte_tokenizer(["<|im_start|>", "<|im_end|>"], special)
+    factory = parser_for(tokenizer, template)
+    assert factory.name == "json"
+    calls = between.join(f'{{"{name}": "{n}", "parameters": {a}}}' for n, a in (("search", Q1), ("get_time", Q2)))
+    content = "" if not opening else "See {this}."
+    ids = ids_of(tokenizer, f"{content}{opening}{before}{calls}{closing}<|im_end|>")
+    for width in (1, 7, len(ids)):
+        parser = factory(prompt_ids=[], tools=TOOLS)
+        for start in range(0, len(ids), width):
+            parser.feed(ids[start : start + width])
+        message = parser.finish("stop")[1]
+        assert [(c.name, c.arguments, c.status) for c in message.tool_calls] == [
+            ("search", Q1, "ok"),
+            ("get_time", Q2, "ok"),
+        ]
+        assert (message.content, message.ill_formed) == (content, False)
+
+
 # -- any chunking, any garbage -----------------------------------------------------------------------------
 
 

@@ -59,8 +59,8 @@ class JsonCall(Call):
     name and arguments is a call (anything else is an answer in JSON).
     """
 
-    _HEADER = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
-    _NAME = re.compile(rf'"name"\s*:\s*({_STRING})')
+    _HEADER = re.compile(rf'\s*\{{\s*"(?:tool_)?name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
+    _NAME = re.compile(rf'"(?:tool_)?name"\s*:\s*({_STRING})')
 
     def __init__(self, *, hold: bool = False, strict: bool = False) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class JsonCall(Call):
         arguments = found.get("arguments") or found.get("parameters")
         if self._strict and arguments is None:
             return "", False
-        self.name = string(found.get("name", ""))
+        self.name = string(found.get("name") or found.get("tool_name") or "")
         self.id = string(found.get("id", "")) or None
         if arguments in (None, "null"):
             return "{}", True

@@ -75,7 +75,7 @@ class Grammar:
         sure = self.open if has_mark(self.open) else ""
         self.in_content = Scanner([self.think[0], *self.section, sure if form.section else self.open], ends)
         self.at_start = Scanner([self.think[0], *self.section, *form.bare], ends)
-        self.in_section = Scanner([self.open, self.section[1]], ends)
+        self.in_section = Scanner([self.open, *self.section], ends)
         self.in_reasoning = Scanner([self.think[1]], ends)
         self.in_call = Scanner([self.close, sure, self.section[1]], ends)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from .calls import CallFactory, JsonCall, RawCall
 from .core import Format, Think
+from .learn import learn_section
 from .markup import dsml, gemma, glm, markup, minimax, qwen_xml
 from .vocabulary import Vocabulary
 
@@ -23,7 +24,9 @@ _TIGHT = (0, 0, 0)
 
 # How an answer begins that is a bare call; anything else that begins with a brace is an answer in JSON.
 _BARE = tuple(
-    "{" + space + f'"{key}"' for key in ("name", "type", "parameters") for space in ("", " ", "\n", "\n  ", "\n    ")
+    "{" + space + f'"{key}"'
+    for key in ("name", "tool_name", "type", "parameters")
+    for space in ("", " ", "\n", "\n  ", "\n    ")
 )
 
 
@@ -49,15 +52,29 @@ _DEEPSEEK = Format(
     before_call=0,
 )
 
-# Each with the texts of which one must be in the template; the first that fits is taken.
-_KNOWN: tuple[tuple[tuple[str, ...], Format, tuple[int, int, int] | None], ...] = (
+_HERMES = Format("hermes", "<tool_call>", "</tool_call>", _json())
+_LLAMA = Format(
+    "llama",
+    "{",
+    "}",
+    _json(hold=True, strict=True),
+    section=("<|python_tag|>", ""),
+    objects=True,
+    bare=_BARE,
+    separators=";,",
+    before_call=0,
+)
+
+# Each with the pattern by which a template is known (the first that fits is taken), and the newlines around its
+# reasoning where they are not the usual ones.
+_KNOWN: tuple[tuple[str, Format, tuple[int, int, int] | None], ...] = (
     (
-        ("<|tool_call>",),
+        r"<\|tool_call>",
         Format("gemma4", "<|tool_call>", "<tool_call|>", markup(gemma), before_call=0),
         None,
     ),
     (
-        ("<|tool_calls_section_begin|>",),
+        r"<\|tool_calls_section_begin\|>",
         Format(
             "kimi",
             "<|tool_call_begin|>",
@@ -73,7 +90,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], Format, tuple[int, int, int] | None], ...] 
         _TIGHT,
     ),
     (
-        ("<minimax:tool_call>",),
+        r"<minimax:tool_call>",
         Format(
             "minimax",
             '<invoke name="',
@@ -85,7 +102,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], Format, tuple[int, int, int] | None], ...] 
     ),
     *(
         (
-            (f"dsml_token + '{block}>", f"<｜DSML｜{block}>"),
+            rf"(?:dsml_token \+ '|<｜DSML｜){block}>",
             Format(
                 "dsml",
                 '<｜DSML｜invoke name="',
@@ -100,7 +117,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], Format, tuple[int, int, int] | None], ...] 
         for block in ("tool_calls", "function_calls")
     ),
     (
-        ("```json",),
+        r"<｜tool▁sep｜>.*```json",
         replace(
             _DEEPSEEK,
             name="deepseek-v3",
@@ -112,14 +129,14 @@ _KNOWN: tuple[tuple[tuple[str, ...], Format, tuple[int, int, int] | None], ...] 
         None,
     ),
     (
-        ("<｜tool▁call▁begin｜>",),
+        r"<｜tool▁call▁begin｜>",
         replace(
             _DEEPSEEK, call=_raw(r"\s*(?P<name>[^\s\ud800-\udfff]+)\s*«<｜tool▁sep｜>»"), inner=("<｜tool▁sep｜>",)
         ),
         _TIGHT,
     ),
     (
-        ("[ARGS]",),
+        r"\[ARGS\]",
         Format(
             "mistral",
             "[TOOL_CALLS]",
@@ -130,7 +147,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], Format, tuple[int, int, int] | None], ...] 
         None,
     ),
     (
-        ("[TOOL_CALLS]",),
+        r"\[TOOL_CALLS\]",
         Format(
             "mistral-list",
             "{",
@@ -144,7 +161,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], Format, tuple[int, int, int] | None], ...] 
         None,
     ),
     (
-        ("<arg_key>",),
+        r"<arg_key>",
         Format(
             "glm",
             "<tool_call>",
@@ -154,45 +171,33 @@ _KNOWN: tuple[tuple[tuple[str, ...], Format, tuple[int, int, int] | None], ...] 
         ),
         (0, 0, 1),
     ),
-    (("<function=",), Format("xml", "<tool_call>", "</tool_call>", markup(qwen_xml), before_call=2), None),
-    (("<tool_call>",), Format("hermes", "<tool_call>", "</tool_call>", _json()), None),
-    (
-        ("<|python_tag|>", "<|start_header_id|>"),
-        Format(
-            "llama",
-            "{",
-            "}",
-            _json(hold=True, strict=True),
-            section=("<|python_tag|>", ""),
-            objects=True,
-            bare=_BARE,
-            separators=";,",
-            before_call=0,
-        ),
-        None,
-    ),
+    (r"<function=", Format("xml", "<tool_call>", "</tool_call>", markup(qwen_xml), before_call=2), None),
+    (r"<tool_call>", _HERMES, None),
+    (r"<\|python_tag\|>|<\|start_header_id\|>.*tool_calls", _LLAMA, None),
 )
 
 
 def find_format(template: str, added: Collection[str]) -> Format:
-    """The format whose markers the chat template writes or reads; ``text`` (no calls) if there is none.
+    """The format whose markers the chat template writes; ``text`` (no calls) if none is found.
 
     ``added``: the added tokens of the vocabulary.
     """
-    form, newlines = Format("text"), None
-    for marks, known, spacing in _KNOWN:
-        if any(mark in template for mark in marks):
-            form, newlines = known, spacing
+    for pattern, form, newlines in _KNOWN:  # noqa: B007
+        if re.search(pattern, template, re.DOTALL):
             break
-    if form.name == "deepseek-v3" and "<｜tool▁sep｜>" not in template:
-        form = Format("text")
-    if form.name == "llama" and "tool_calls" not in template:
-        form = Format("text")
-    if (
-        form.name in ("text", "llama") and "<tool_call>" in added
-    ):  # the template may leave the format to the tools' user
-        form = next(known for _, known, _ in _KNOWN if known.name == "hermes")
+    else:
+        form, newlines = _learned(template), None
+    if form.name == "text" and "<tool_call>" in added:  # the prompt may ask for what the template doesn't write
+        form = _HERMES
     think = next((t for t in _THINKS if t.close in added or t.close in template), None)
     if think and newlines:
         think = replace(think, after_open=newlines[0], before_close=newlines[1], after_close=newlines[2])
     return replace(form, think=think)
+
+
+def _learned(template: str) -> Format:
+    section = learn_section(template)
+    if section is None:
+        return Format("text")
+    known = replace(_LLAMA, name="json", section=section, separators="[],;")
+    return replace(known, bare=(), call=_json(hold=True)) if section[0] else replace(known, section=None)

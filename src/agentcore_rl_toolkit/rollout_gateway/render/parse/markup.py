@@ -151,7 +151,7 @@ def _gemma_value(tokens: list[re.Match[str]], i: int, spell: Callable[[str], str
     if token["text"] is not None:
         return dumps(spell(token["text"])), i + 1
     if token["word"] is not None:
-        word = token["word"].strip()
+        word = _PYTHON.get(token["word"].strip(), token["word"].strip())
         return word if is_value(word) else dumps(spell(word)), i + 1
     closing = {"{": "}", "[": "]"}.get(token["sign"])
     if closing is None:
