@@ -14,6 +14,7 @@
     ├── EngineError                the sampling engine failed or broke its contract
     ├── RenderError                a conversation can't be rendered for this model
     └── GatewayError               an answer of the gateway other than 200
+        └── ContextLengthExceeded  the prompt leaves no room in the model's window
 """
 
 from __future__ import annotations
@@ -114,6 +115,22 @@ class GatewayError(ToolkitError):
     def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.kind, self.param = status, kind, param
+
+
+class ContextLengthExceeded(GatewayError):
+    """The prompt alone is too long. ``prompt_tokens``: its length; ``maximum``: the longest that would do."""
+
+    def __init__(self, prompt_tokens: int, window: int, response_tokens: int) -> None:
+        # Agents look for these words to compact their history, so they are the vendor's.
+        super().__init__(
+            400,
+            f"This model's maximum context length is {window} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens, which leaves less than {response_tokens} for the answer. Please reduce the "
+            "length of the messages.",
+            kind="context_length_exceeded",
+            param="messages",
+        )
+        self.prompt_tokens, self.maximum = prompt_tokens, window - response_tokens
 
 
 def require(module: str, extra: str) -> ModuleType:

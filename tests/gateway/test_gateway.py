@@ -37,7 +37,9 @@ async def test_a_tool_conversation_is_one_row_of_exactly_the_tokens_the_engine_s
     between = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert second_prompt[len(first_prompt) :] == encode(CALL) + encode(between)
     assert row.prompt_length == len(first_prompt)
-    assert row.loss_mask == [1] * len(encode(CALL)) + [0] * len(encode(between)) + [1] * len(encode("It is 2.<|im_end|>"))
+    assert row.loss_mask == [1] * len(encode(CALL)) + [0] * len(encode(between)) + [1] * len(
+        encode("It is 2.<|im_end|>")
+    )
     assert check_records([row]) == sum(row.loss_mask)
     assert (row.reward, row.status, row.metadata["task"], row.metadata["fork"]) == (1.0, Status.COMPLETED, 7, None)
     assert row.response == CALL + between + "It is 2.<|im_end|>"
@@ -263,7 +265,7 @@ async def test_ended_sessions_leave_no_memory():
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}, USER]}, "messages[1].tool_calls[0].function"),
         ({"messages": [USER], "temperature": "hot"}, "temperature"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
-        ({"messages": [USER], "n": 2}, "n"),
+        ({"messages": [USER], "n": 0}, "n"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [USER], "tools": [{}]}, "tools[0].function.name"),
@@ -299,7 +301,10 @@ async def test_limits_are_clamped_to_the_window_or_refused():
 async def test_turn_and_token_budgets_end_a_session_with_a_400():
     backend = ScriptedBackend(lambda _: encode("word<|im_end|>"))
     async with serving(backend) as gateway:
-        for limits, code in (({"max_turns": 1}, "turn_limit_exceeded"), ({"max_total_tokens": 1}, "token_limit_exceeded")):
+        for limits, code in (
+            ({"max_turns": 1}, "turn_limit_exceeded"),
+            ({"max_total_tokens": 1}, "token_limit_exceeded"),
+        ):
             async with client_of(gateway, **limits) as client:
                 await client.ask([USER])
                 status, data = await client.post({"messages": [USER]})

@@ -14,13 +14,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import EngineError, GatewayError, RenderError
+from ..errors import ContextLengthExceeded, EngineError, GatewayError, RenderError
 from .messages import Message, assistant_message, chain
 from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, ParsedMessage, ReasoningDelta
 from .render.base import Fork, Renderer
 from .sampling import SamplingBackend, TurnRecord
 from .sessions import Session, SessionStore
 from .traces import TokenTree, TraceRecord, Turn, check_output, linearize
+from .trimmed import Trimmed
 from .wires import WireRequest
 
 logger = logging.getLogger(__name__)
@@ -183,18 +184,24 @@ class RolloutGateway:
         request: WireRequest,
         *,
         retry: bool = False,
+        choice: int = 0,
         call_ids: CallIdBook | None = None,
+        on_prompt: Callable[[int], None] | None = None,
         on_deltas: OnDeltas | None = None,
     ) -> Turn:
         """Sample the answer to a request and keep it as a prepared turn; the caller says when it is delivered.
 
         ``retry``: the client says it sent this request before; it gets the earlier answer if there is one.
+        ``choice``: which of the request's ``n`` answers this is. ``on_prompt``: told the prompt's length in tokens.
         ``on_deltas``: called with what is new of the answer while it is sampled. Cancelling aborts the engine and
         leaves no trace. Raises ``GatewayError``.
         """
-        _check_budget(session)
+        if choice == 0:
+            _check_budget(session, request.n)
         prompt = await self._prompt(session, request)
-        if retry and (earlier := await _earlier_answer(session, prompt)):
+        if on_prompt:
+            on_prompt(len(prompt.ids))
+        if retry and (earlier := await _earlier_answer(session, prompt, choice)):
             if on_deltas:
                 await on_deltas(replay(earlier))
             return earlier
@@ -208,6 +215,10 @@ class RolloutGateway:
             answered.cancel()  # no effect once it has a result
             if session.in_flight.get(prompt.key) is answered:
                 del session.in_flight[prompt.key]
+
+    async def count_tokens(self, session: Session, request: WireRequest) -> int:
+        """The length of the prompt that a request would give. Nothing is sampled or kept. Raises ``GatewayError``."""
+        return len((await self._prompt(session, request)).ids)
 
     async def _prompt(self, session: Session, request: WireRequest) -> _Prompt:
         place = _locate(session.tree, request)
@@ -259,7 +270,11 @@ class RolloutGateway:
         self, session: Session, prompt: _Prompt, call_ids: CallIdBook, on_deltas: OnDeltas | None
     ) -> Turn:
         params = self._sampling_params(session, prompt)
-        parser = self.renderer.parser(prompt_ids=prompt.ids, tools=prompt.request.tools)
+        parser = Trimmed(
+            self.renderer.parser(prompt_ids=prompt.ids, tools=prompt.request.tools),
+            params.get("stop") or (),
+            one_call=prompt.request.one_call,
+        )
         output: list[int] = []
         logprobs: list[float] = []
         versions: list[int | None] = []
@@ -281,11 +296,15 @@ class RolloutGateway:
                 kind="engine_error",
             )
         deltas, message = parser.finish(finish_reason)
+        if parser.stop_sequence:
+            finish_reason = "stop"
         for index, call in enumerate(message.tool_calls):
             call_ids(index, call.id)
         turn = self._turn(session, prompt, message, call_ids.ids, finish_reason, output, logprobs)
         turn.policy_versions = versions if any(v is not None for v in versions) else None
         turn.info.update(sampling=params, exact_logprobs=_exact(params))
+        if parser.stop_sequence:
+            turn.info["stop_sequence"] = parser.stop_sequence
         session.tree.add(turn)
         session.sampled_tokens += len(output)
         if on_deltas and deltas:
@@ -363,13 +382,7 @@ class RolloutGateway:
         if window:
             room = window - len(prompt.ids)
             if room < session.min_response_tokens:
-                raise GatewayError(
-                    400,
-                    f"this model's maximum context length is {window} tokens; the messages have {len(prompt.ids)}, "
-                    f"which leaves less than {session.min_response_tokens} for the answer",
-                    kind="context_length_exceeded",
-                    param="messages",
-                )
+                raise ContextLengthExceeded(len(prompt.ids), window, session.min_response_tokens)
             limit = min(limit or room, room)
         params["max_tokens"] = params["max_new_tokens"] = limit or DEFAULT_MAX_TOKENS
         return params
@@ -390,13 +403,14 @@ def replay(turn: Turn) -> list[Delta]:
     return deltas
 
 
-async def _earlier_answer(session: Session, prompt: _Prompt) -> Turn | None:
-    if running := session.in_flight.get(prompt.key):
+async def _earlier_answer(session: Session, prompt: _Prompt, choice: int) -> Turn | None:
+    n = prompt.request.n
+    if n == 1 and (running := session.in_flight.get(prompt.key)):
         await asyncio.wait([running])
         if not running.cancelled() and running.exception() is None:
             return running.result()
     found = session.tree.siblings(prompt.key, prompt.parent)
-    return found[-1] if found else None
+    return found[choice - n] if len(found) >= n else None
 
 
 async def _drain(session: Session, wait: float) -> None:
@@ -410,8 +424,8 @@ async def _drain(session: Session, wait: float) -> None:
         await asyncio.wait(running)
 
 
-def _check_budget(session: Session) -> None:
-    if session.max_turns is not None and len(session.tree.turns) + len(session.in_flight) >= session.max_turns:
+def _check_budget(session: Session, n: int) -> None:
+    if session.max_turns is not None and len(session.tree.turns) + len(session.in_flight) + n > session.max_turns:
         raise GatewayError(400, f"the session's {session.max_turns} turns are used up", kind="turn_limit_exceeded")
     if session.max_total_tokens is not None and session.sampled_tokens >= session.max_total_tokens:
         raise GatewayError(
@@ -424,7 +438,7 @@ def _locate(tree: TokenTree, request: WireRequest) -> _Place:
     tip = tree.tip(request.raw_messages, request.tools)
     if tip is not None and tip.asked is not None:
         rest = request.decode_messages(len(tip.asked[0]))
-        answer, new = rest[0], rest[1:]
+        answer, new = (rest[0], rest[1:]) if rest else ({"role": ""}, [])
         # With another answer further on, a deeper turn may match: the whole history decides.
         if answer["role"] == "assistant" and all(message["role"] != "assistant" for message in new):
             replayed = chain([answer], (), start=tip.prompt_key)[0] == tip.key

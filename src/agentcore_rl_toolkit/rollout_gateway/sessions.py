@@ -8,6 +8,7 @@ import hmac
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ MIN_OWN_KEY = 20
 """A caller-chosen id is its own key, so it must not be guessable."""
 _REMEMBERED = 10_000
 _MAC_CHARS = 32
+_WARNINGS = 100
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,15 @@ class Session:
     """Answers being sampled, by the key of their prompt: what a retry may join."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     """Requests being served, until their last byte is written."""
+    warned: set[str] = field(default_factory=set, repr=False)
+    """Request fields without effect that the log already names."""
+
+    def not_warned_of(self, fields: Iterable[str]) -> list[str]:
+        """Those of ``fields`` that come for the first time; the rest has had its warning."""
+        new = [name for name in fields if name not in self.warned]
+        if len(self.warned) < _WARNINGS:
+            self.warned.update(new)
+        return new if len(self.warned) < _WARNINGS else []
 
     @property
     def base_url(self) -> str:

@@ -1,6 +1,7 @@
 """The chat protocols agents speak. Each wire is a pure pair: decode a request, encode an answer."""
 
-from .base import Answer, Wire, WireRequest
+from .anthropic import AnthropicMessages
+from .base import Answer, Choice, Wire, WireRequest
 from .openai_chat import OpenAIChat
 
-__all__ = ["Answer", "OpenAIChat", "Wire", "WireRequest"]
+__all__ = ["Answer", "AnthropicMessages", "Choice", "OpenAIChat", "Wire", "WireRequest"]

@@ -96,9 +96,7 @@ class Wire(Protocol):
 
     def encode(self, request: WireRequest, answer: Answer) -> dict[str, Any]: ...
     def encode_error(self, error: GatewayError) -> dict[str, Any]: ...
-    def stream(
-        self, answer_id: str, created: int, request: WireRequest, call_ids: Sequence[CallIds]
-    ) -> StreamEncoder:
+    def stream(self, answer_id: str, created: int, request: WireRequest, call_ids: Sequence[CallIds]) -> StreamEncoder:
         """``call_ids``: one for each choice."""
         ...
 
@@ -222,17 +220,14 @@ def ignored(body: JSON, known: frozenset[str]) -> Sequence[str]:
 # -- writing events --------------------------------------------------------------------------------------------
 
 
-def dumps(value: Any) -> str:
-    """Compact JSON that can be sent: where the text holds half a surrogate pair, everything is escaped."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def dumps(value: Any) -> bytes:
+    """Compact JSON. Where a text holds half a surrogate pair, which UTF-8 can't say, everything is escaped."""
     try:
-        text.encode()
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":"))
-    return text
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def event(data: JSON, name: str = "") -> bytes:
     """A server-sent event; ``name`` where the protocol names its events."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {dumps(data)}\n\n".encode()
+    return b"%sdata: %s\n\n" % (f"event: {name}\n".encode() if name else b"", dumps(data))

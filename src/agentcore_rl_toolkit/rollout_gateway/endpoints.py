@@ -1,0 +1,363 @@
+"""One HTTP request and its response: who asks, what for, and how the answer leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from ..errors import GatewayError
+from .gateway import CallIdBook, RolloutGateway
+from .parsed import Delta
+from .sessions import Session
+from .traces import Turn
+from .wires import Answer, AnthropicMessages, Choice, OpenAIChat, Wire, WireRequest
+from .wires.base import bad_request, dumps
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 64 * 1024 * 1024
+KEEP_ALIVE = 10.0
+"""Seconds without an event after which a stream gets a comment, so that nobody between takes it for dead."""
+
+_RETRY_HEADER = "x-stainless-retry-count"
+"""Set by the openai and anthropic SDKs; 1 or more on a request that they send again."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Serve = Callable[[Session, web.Request], Awaitable[web.StreamResponse]]
+
+
+def turn_handler(gateway: RolloutGateway, wire: Wire) -> Handler:
+    """The handler of a wire's chat endpoint."""
+
+    async def serve(session: Session, http: web.Request) -> web.StreamResponse:
+        request = await _decode(gateway, wire, session, http)
+        exchange = _Exchange(gateway, wire, session, request, http)
+        return await (exchange.stream() if request.stream else exchange.whole())
+
+    return _handler(gateway, wire, serve)
+
+
+def count_tokens_handler(gateway: RolloutGateway, wire: AnthropicMessages) -> Handler:
+    """How long the prompt of a request would be; nothing is sampled or kept."""
+
+    async def serve(session: Session, http: web.Request) -> web.StreamResponse:
+        request = wire.decode(await _json_body(http), counting=True)
+        return _json({"input_tokens": await gateway.count_tokens(session, request)})
+
+    return _handler(gateway, wire, serve)
+
+
+def _handler(gateway: RolloutGateway, wire: Wire, serve: Serve) -> Handler:
+    """Finds the session; errors have the wire's own shape, whatever raised them."""
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        try:
+            session = _session(gateway, http)
+            task = asyncio.current_task()
+            assert task is not None
+            session.requests.add(task)
+            try:
+                return await serve(session, http)
+            finally:
+                session.requests.discard(task)
+        except GatewayError as error:
+            return _error_response(wire, error)
+        except web.HTTPRequestEntityTooLarge:
+            return _error_response(
+                wire, GatewayError(413, f"the request is over {MAX_BODY} bytes", kind="request_too_large")
+            )
+        except RecursionError:
+            return _error_response(wire, bad_request("body", "nested too deeply"))
+        except Exception:
+            logger.exception("a request failed inside the gateway")
+            return _error_response(
+                wire, GatewayError(500, "internal error of the gateway; see its log", kind="internal_error")
+            )
+
+    return handle
+
+
+async def _decode(gateway: RolloutGateway, wire: Wire, session: Session, http: web.Request) -> WireRequest:
+    request = wire.decode(await _json_body(http))
+    request.model = request.model or gateway.model
+    if request.ignored and (new := session.not_warned_of(request.ignored)):
+        logger.warning("session %s: ignored without effect: %s", session.session_id, ", ".join(new))
+    return request
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(
+        self, gateway: RolloutGateway, wire: Wire, session: Session, request: WireRequest, http: web.Request
+    ) -> None:
+        self._gateway, self._wire, self._session = gateway, wire, session
+        self._request, self._http = request, http
+        self._id, self._created = wire.id_prefix + secrets.token_hex(12), int(time.time())
+        self._retry = _is_retry(http)
+        self._prompt_tokens = 0
+
+    async def whole(self) -> web.StreamResponse:
+        turns = await self._turns([CallIdBook(self._gateway.renderer) for _ in range(self._request.n)])
+        response = _json(self._wire.encode(self._request, self._answer(turns)))
+        await response.prepare(self._http)
+        await response.write_eof()
+        self._deliver(turns)
+        return response
+
+    async def stream(self) -> web.StreamResponse:
+        books = [CallIdBook(self._gateway.renderer) for _ in range(self._request.n)]
+        encoder = self._wire.stream(self._id, self._created, self._request, books)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        out = _EventStream(response, self._http)
+        started = False
+
+        async def send(deltas: list[Delta], choice: int = 0) -> None:
+            nonlocal started
+            data = encoder.deltas(deltas, choice)
+            if not started:  # errors before the first delta still get a status of their own
+                started = True
+                data = encoder.start(self._prompt_tokens) + data
+            await out.write(data)
+
+        with out.kept_alive():
+            try:
+                turns = await self._turns(books, send)
+                await send([])
+                await out.write(encoder.finish(self._answer(turns)))
+            except GatewayError as error:
+                if not response.prepared:
+                    raise
+                await out.write(encoder.error(error))
+                await response.write_eof()
+                return response
+        await response.write_eof()
+        self._deliver(turns)
+        return response
+
+    async def _turns(
+        self, books: list[CallIdBook], send: Callable[[list[Delta], int], Awaitable[None]] | None = None
+    ) -> list[Turn]:
+        """The answers: one, or ``n`` sampled side by side. If one fails, none is kept."""
+
+        def take(choice: int) -> Awaitable[Turn]:
+            async def on_deltas(deltas: list[Delta]) -> None:
+                assert send is not None
+                await send(deltas, choice)
+
+            return self._gateway.take_turn(
+                self._session,
+                self._request,
+                retry=self._retry,
+                choice=choice,
+                call_ids=books[choice],
+                on_prompt=self._on_prompt,
+                on_deltas=on_deltas if send else None,
+            )
+
+        if len(books) == 1:
+            return [await take(0)]
+        tasks = [asyncio.ensure_future(take(choice)) for choice in range(len(books))]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def _on_prompt(self, tokens: int) -> None:
+        self._prompt_tokens = tokens
+
+    def _deliver(self, turns: list[Turn]) -> None:
+        for turn in turns:
+            self._session.tree.deliver(turn)
+
+    def _answer(self, turns: list[Turn]) -> Answer:
+        return Answer(
+            id=self._id,
+            created=self._created,
+            model=self._request.model,
+            prompt_tokens=self._prompt_tokens,
+            choices=[self._choice(turn) for turn in turns],
+        )
+
+    def _choice(self, turn: Turn) -> Choice:
+        tokens = None
+        if self._request.logprobs:
+            decode = self._gateway.renderer.decode
+            tokens = [(decode([i]), p) for i, p in zip(turn.output_ids, turn.logprobs, strict=True)]
+        return Choice(
+            message=turn.message,
+            call_ids=turn.call_ids,
+            finish_reason=turn.finish_reason,
+            stop_sequence=turn.info.get("stop_sequence"),
+            completion_tokens=len(turn.output_ids),
+            tokens=tokens,
+            token_ids=turn.output_ids,
+        )
+
+
+class _EventStream:
+    """Writes a response in pieces; a comment where nothing came for :data:`KEEP_ALIVE` seconds."""
+
+    def __init__(self, response: web.StreamResponse, http: web.Request) -> None:
+        self._response, self._http = response, http
+        self._lock = asyncio.Lock()
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle
+        self._filler: asyncio.Task[None] | None = None
+
+    async def write(self, data: bytes) -> None:
+        async with self._lock:
+            self._last = asyncio.get_running_loop().time()
+            if not self._response.prepared:
+                await self._response.prepare(self._http)
+            if data:
+                await self._response.write(data)
+
+    @contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Within, silence is filled. A timer, not a task: most streams never need it."""
+        self._last = asyncio.get_running_loop().time()
+        self._set_timer(KEEP_ALIVE)
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+            if self._filler:
+                self._filler.cancel()
+
+    def _set_timer(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(max(seconds, 0.01), self._tick)
+
+    def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        rest = self._last + KEEP_ALIVE - loop.time()
+        if rest <= 0:
+            if self._filler is None or self._filler.done():  # else the client does not even read the last one
+                self._filler = loop.create_task(self._comment())
+            rest = KEEP_ALIVE
+        self._set_timer(rest)
+
+    async def _comment(self) -> None:
+        try:
+            await self.write(b": keep-alive\n\n")
+        except ConnectionError:  # the client is gone: its handler is being cancelled
+            logger.debug("no one reads this stream any more")
+
+
+# -- small endpoints -----------------------------------------------------------------------------------------
+
+
+def models_handler(gateway: RolloutGateway) -> Handler:
+    """The one model, in the words of both vendors, with the session's window where the request has a key."""
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        model: dict[str, Any] = {
+            "id": gateway.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "agentcore-rl-toolkit",
+            "type": "model",
+            "display_name": gateway.model,
+            "created_at": "1970-01-01T00:00:00Z",
+            "max_model_len": _window(gateway, http),
+        }
+        name = http.match_info.get("name")
+        if name is None:
+            ends = {"has_more": False, "first_id": gateway.model, "last_id": gateway.model}
+            return _json({"object": "list", "data": [model], **ends})
+        if name != gateway.model:
+            error = GatewayError(404, f"there is no model {name!r}", kind="model_not_found", param="model")
+            return _error_response(_wire_of(http), error)
+        return _json(model)
+
+    return handle
+
+
+def _window(gateway: RolloutGateway, http: web.Request) -> int | None:
+    try:
+        return _session(gateway, http).max_context_tokens or None
+    except GatewayError:
+        return None
+
+
+async def healthz(_: web.Request) -> web.StreamResponse:
+    return _json({"status": "ok"})
+
+
+async def elsewhere(http: web.Request) -> web.StreamResponse:
+    """Every path and method that nothing else serves. Some clients begin with ``HEAD /`` to see who is there."""
+    if http.method == "HEAD":
+        return web.Response()
+    allowed: set[str] = set()
+    for resource in http.app.router.resources():
+        if resource is not http.match_info.route.resource:
+            allowed |= (await resource.resolve(http))[1]
+    if allowed:
+        message = f"{http.method} is not allowed here, {' or '.join(sorted(allowed))} is"
+        response = _error_response(_wire_of(http), GatewayError(405, message, kind="method_not_allowed"))
+        response.headers["Allow"] = ", ".join(sorted(allowed))
+        return response
+    return _error_response(_wire_of(http), GatewayError(404, "there is nothing at this path", kind="not_found"))
+
+
+def _wire_of(http: web.Request) -> Wire:
+    """Whose errors a client expects at a path that no wire serves."""
+    anthropic = "anthropic-version" in http.headers or "/messages" in http.path
+    return AnthropicMessages() if anthropic else OpenAIChat()
+
+
+# -- requests and responses ------------------------------------------------------------------------------------
+
+
+def _session(gateway: RolloutGateway, http: web.Request) -> Session:
+    """The session of a request's key: in the URL, else the Bearer token or ``x-api-key``, whichever is one."""
+    if key := http.match_info.get("key"):
+        return gateway.sessions.get(key)
+    scheme, _, token = http.headers.get("Authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    other = http.headers.get("x-api-key")
+    if not bearer or not other:
+        return gateway.sessions.get(bearer or other)
+    try:
+        return gateway.sessions.get(other)
+    except GatewayError as error:
+        try:
+            return gateway.sessions.get(bearer)
+        except GatewayError as also:
+            raise max(error, also, key=lambda e: e.status) from None  # "has ended" says more than "unknown"
+
+
+def _is_retry(http: web.Request) -> bool:
+    count = http.headers.get(_RETRY_HEADER, "0")
+    return (count.isdecimal() and int(count[:9]) >= 1) or "Idempotency-Key" in http.headers
+
+
+async def _json_body(http: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await http.read())
+    except (ValueError, RecursionError) as error:
+        raise bad_request("body", f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise bad_request("body", "a JSON object is required")
+    return body
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=dumps(value), status=status, content_type="application/json", charset="utf-8")
+
+
+def _error_response(wire: Wire, error: GatewayError) -> web.Response:
+    response = _json(wire.encode_error(error), error.status)
+    if error.status in (502, 503):
+        response.headers["Retry-After"] = "1"
+    return response
