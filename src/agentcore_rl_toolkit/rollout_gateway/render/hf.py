@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import string
 from collections.abc import Sequence
@@ -13,9 +14,12 @@ from ..parsed import OutputParser, ParserFactory
 from .base import Fork
 from .checkpoint import Checkpoint, load
 from .parse import parser_for
+from .probe import Report, probe
 from .template import ChatTemplate
 from .text import TextEncoder
 from .traits import TemplateTraits
+
+logger = logging.getLogger(__name__)
 
 
 class HfTemplateRenderer:
@@ -25,7 +29,7 @@ class HfTemplateRenderer:
     ``tokenizer_config.json``, ``chat_template.jinja``); the second needs no transformers.
     ``chat_template``: another template text. ``parser``: an own parser for answers. ``stop_token_ids``: replaces what
     is found in the configuration and the template. ``variables``: defaults for template variables
-    (``enable_thinking=False``).
+    (``enable_thinking=False``). ``report``: what the start-up check found of this template (:mod:`.probe`).
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class HfTemplateRenderer:
         self._divergence: dict[tuple[Any, ...], str | None] = {}
         self._parser = parser or parser_for(checkpoint.tokenizer, checkpoint.template)
         self.stop_token_ids = list(stop_token_ids or self._found_stops(checkpoint))
+        self.report = self._probe()
+        logger.info("chat template: %s", self.report.line())
 
     # -- messages to tokens ------------------------------------------------------------------------------
 
@@ -69,6 +75,8 @@ class HfTemplateRenderer:
     def extend(
         self, held: Sequence[int], sampled: int, answer: Message, new: Sequence[Message], **variables: Any
     ) -> list[int] | Fork:
+        if (bool(answer.get("tool_calls")), new[0]["role"]) in self._unlike:
+            return Fork("splice_differs")
         text = self._traits.splicer.tail(answer, [self._for_template(m) for m in new], **variables)
         if held[-1] not in self.stop_token_ids:  # cut off: what closes the answer is context, like the rest
             if self._reasoning_is_open(answer, held[len(held) - sampled :]):
@@ -88,12 +96,7 @@ class HfTemplateRenderer:
         whole = self.render_text(messages, tools, **variables)
         asked = self.render_text(messages[: answered - 1], tools, **variables)
         said = self.render_text(messages[:answered], tools, generation_prompt=False, **variables)
-        closer = (
-            self._traits.splicer.call_closer
-            if messages[answered - 1].get("tool_calls")
-            else self._traits.splicer.closer
-        )
-        said = said.removesuffix(closer)
+        said = said.removesuffix(self._traits.splicer.closer_of(messages[answered - 1]))
         if whole.startswith(said) and said.startswith(asked):
             return None
         reasoning = str(messages[answered - 1].get("reasoning_content") or "").strip()
@@ -163,6 +166,17 @@ class HfTemplateRenderer:
         if isinstance(value, list):
             return [self._guarded(item) for item in value]
         return value
+
+    def _probe(self) -> Report:
+        """Check the splice against full rendering; situations in which they differ are not extended."""
+        report = probe(
+            whole=lambda messages, tools, prompt: self.render_text(messages, tools, generation_prompt=prompt),
+            closer=self._traits.splicer.closer_of,
+            tail=self._traits.splicer.tail,
+            divergence=self.divergence,
+        )
+        self._unlike = set(report.differing.values())
+        return report
 
     def _reasoning_is_open(self, answer: Message, sampled: Sequence[int]) -> bool:
         """Whether an answer without stop token was cut inside its reasoning."""

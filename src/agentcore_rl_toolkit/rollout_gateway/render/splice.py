@@ -85,6 +85,10 @@ class Splicer:
                     self.call_closer = ending[marker.start() :]
             self._call_end = ending.removesuffix(self.call_closer)
 
+    def closer_of(self, answer: Message) -> str:
+        """What the template writes after the body of ``answer`` when it is the last message."""
+        return self.call_closer if self.calls and answer.get("tool_calls") else self.closer
+
     def tail(self, answer: Message, new: Sequence[Message], **variables: Any) -> str:
         """What follows the body of ``answer``: its closer, ``new`` and the generation prompt, as text."""
         return self._forms.tail(answer, new, variables)
