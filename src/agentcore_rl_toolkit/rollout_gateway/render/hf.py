@@ -97,10 +97,15 @@ class HfTemplateRenderer:
         asked = self.render_text(messages[: answered - 1], tools, **variables)
         said = self.render_text(messages[:answered], tools, generation_prompt=False, **variables)
         said = said.removesuffix(self._traits.splicer.closer_of(messages[answered - 1]))
-        if whole.startswith(said) and said.startswith(asked):
-            return None
-        reasoning = str(messages[answered - 1].get("reasoning_content") or "").strip()
-        return "reasoning_dropped" if reasoning and reasoning not in whole else "content_moved"
+        answer = self._for_template(messages[answered - 1])
+        for part, reason in (
+            (answer.get(self._traits.reasoning_name or "reasoning_content", ""), "reasoning_dropped"),
+            (answer["content"], "content_dropped"),
+            *((call["function"]["name"], "calls_dropped") for call in answer.get("tool_calls", ())),
+        ):
+            if part.strip() not in said or part.strip() not in whole:
+                return reason
+        return None if whole.startswith(said) and said.startswith(asked) else "content_moved"
 
     def usual_divergence(self, answer: Message, new: Sequence[Message], **variables: Any) -> str | None:
         shape = (
