@@ -182,6 +182,12 @@ class Trainer:
                 step.add(rollout)
                 step.seconds = time.monotonic() - started
                 self.report.update(step)
+        if not step.rewards:
+            first = rollouts[0]
+            raise SetupError(
+                f"no rollout of step {number} succeeded. The first to end was {first.outcome} with: {first.error}\n"
+                f"The agents' logs are in {self.directory.path / 'local' / 'sessions'}"
+            )
         step.logprob_gap = await asyncio.to_thread(self._learn, rollouts, samples)
         step.seconds = time.monotonic() - started
         self.directory.finish(step)

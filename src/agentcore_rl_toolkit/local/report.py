@@ -187,7 +187,7 @@ def reward_svg(rewards: Sequence[float | None], title: str) -> str:
         value = low + (high - low) * i / 4
         parts.append(_line(_LEFT, y(value), _WIDTH - _RIGHT, y(value), "#ddd"))
         parts.append(_text(f"{value:.2f}", _LEFT - 8, y(value) + 4, anchor="end"))
-    ticks = sorted({1 + round((last - 1) * i / 6) for i in range(7)})
+    ticks = range(1, last + 1, max(1, round(last / 8)))
     parts += [_text(str(step), x(step), _HEIGHT - _BOTTOM + 18, anchor="middle") for step in ticks]
     parts.append(_line(_LEFT, _HEIGHT - _BOTTOM, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM, "#555"))
     parts.append(_line(_LEFT, _TOP, _LEFT, _HEIGHT - _BOTTOM, "#555"))
