@@ -243,6 +243,17 @@ FAMILIES = {
         reasoning="",
         content="",
     ),
+    "json": Family(
+        "{% for m in messages %}<|im_start|>{{ m.role + m.content }}{% if m.tool_calls %}<|tool_call|>"
+        "{{ m.tool_calls | map(attribute='function') | list | tojson }}<|/tool_call|>{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
+        ["<|im_start|>", "<|im_end|>", "<|tool_call|>", "<|/tool_call|>"],
+        [],
+        f'Let me see.<|tool_call|>[{{"name": "search", "arguments": {Q1}}}, {{"name": "get_time", "arguments": {Q2}}}]'
+        "<|/tool_call|><|im_end|>",
+        "json",
+        reasoning="",
+    ),
     "harmony": Family(
         "<|start|>assistant<|channel|>",
         ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
@@ -670,7 +681,7 @@ def hostile(draw: st.DrawFn) -> tuple[str, list[int], list[int], str]:
     return key, ids, cuts, draw(st.sampled_from(["stop", "length"]))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(hostile())
 def test_any_chunking_gives_the_same_message(case: tuple[str, list[int], list[int], str]) -> None:
     key, ids, cuts, reason = case

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from ...parsed import ContentDelta, Delta, ParsedMessage, ReasoningDelta
+from ...parsed import ContentDelta, ReasoningDelta
 from .calls import Call, CallFactory, Tools
-from .stream import Deltas, Newlines, ObjectEnd, Scanner
+from .stream import Newlines, ObjectEnd, Reader, Scanner
 from .vocabulary import TokenReader, Vocabulary, has_mark
 
 _SPACE = " \t\r\n"
@@ -91,20 +91,18 @@ class Grammar:
         return len(end) - len(stripped) if stripped.endswith(self.think[0]) else None
 
 
-class Parser:
-    """Reads one answer (an ``OutputParser``).
+class Parser(Reader):
+    """Reads one answer.
 
     Only what is certain is handed out: held back are half characters, beginnings of markers, newlines that a
     marker may turn out to own, white space around calls, and control tokens that may be the last.
     """
 
     def __init__(self, grammar: Grammar, tools: Tools, thinking: int | None) -> None:
+        super().__init__(grammar.vocabulary)
         self._grammar = grammar
         self._tools = tools
-        self._reader = TokenReader(grammar.vocabulary)
-        self._buffer = ""
-        self._out = Deltas(grammar.vocabulary)
-        self._scanner: Scanner | ObjectEnd = self._content_scanner()
+        self._scanner = self._content_scanner()
         self._run = Newlines(0, grammar.form.before_call)
         self._blank: str | None = ""
         """What only separates, since the start or the last marker; None once there is content after it."""
@@ -116,41 +114,7 @@ class Parser:
         if thinking is not None:
             self._reason(thinking)
 
-    # -- the seam ----------------------------------------------------------------------------------------
-
-    def feed(self, ids: Sequence[int]) -> list[Delta]:
-        self._read(self._out.sampled(self._reader.read(ids)))
-        return self._out.take()
-
-    def finish(self, finish_reason: str) -> tuple[list[Delta], ParsedMessage]:
-        vocabulary = self._grammar.vocabulary
-        self._read(self._out.sampled(self._reader.rest()))
-        rest, self._buffer = self._buffer.rstrip(vocabulary.ends), ""
-        if rest:
-            self._text(rest)
-        if self._call is not None:
-            # Where the format has no marker for it, the end of the answer ends a call.
-            self._close_call("", closed=not self._grammar.close and finish_reason != "length")
-        elif self._scanner is self._grammar.in_reasoning:
-            self._out.text(ReasoningDelta, self._run.held)
-            self._out.ill_formed = True  # it never got to an answer
-        else:
-            self._end_content()
-        return self._out.take(), self._out.message()
-
-    # -- the loop ------------------------------------------------------------------------------------------
-
-    def _read(self, text: str) -> None:
-        text, position = self._buffer + text, 0
-        while True:
-            end, marker = self._scanner.find(text, position)
-            if end > position:
-                self._text(text[position:end])
-            position = end + len(marker)
-            if not marker:
-                break
-            self._marker(marker)
-        self._buffer = text[position:]
+    # -- what the loop finds ---------------------------------------------------------------------------------
 
     def _text(self, text: str) -> None:
         if self._call is not None:
@@ -184,6 +148,16 @@ class Parser:
             self._content(marker)  # an object in the middle of a sentence
         else:
             self._open_call(marker)
+
+    def _end(self, *, cut: bool) -> None:
+        if self._call is not None:
+            # Where the format has no marker for it, the end of the answer ends a call.
+            self._close_call("", closed=not self._grammar.close and not cut)
+        elif self._scanner is self._grammar.in_reasoning:
+            self._out.text(ReasoningDelta, self._run.held)
+            self._out.ill_formed = True  # it never got to an answer
+        else:
+            self._end_content()
 
     def _enter(self, scanner: Scanner) -> None:
         self._scanner = scanner

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from ...parsed import ContentDelta, Delta, ParsedMessage, ReasoningDelta
+from ...parsed import ContentDelta, ReasoningDelta
 from .calls import RawCall, Tools
-from .stream import Deltas, Scanner
+from .stream import Reader, Scanner
 from .vocabulary import TokenReader, Vocabulary
 
 _HEADER_LIMIT = 64
@@ -37,15 +37,13 @@ class HarmonyGrammar:
         return HarmonyParser(self, tools, end.rpartition(self.start)[2] if self.start in end else "")
 
 
-class HarmonyParser:
-    """Reads one answer (an ``OutputParser``). ``opened``: the prompt's text after its last ``<|start|>``."""
+class HarmonyParser(Reader):
+    """Reads one answer. ``opened``: the prompt's text after its last ``<|start|>``."""
 
     def __init__(self, grammar: HarmonyGrammar, tools: Tools, opened: str) -> None:
+        super().__init__(grammar.vocabulary)
         self._grammar = grammar
         self._tools = tools
-        self._reader = TokenReader(grammar.vocabulary)
-        self._buffer = ""
-        self._out = Deltas(grammar.vocabulary)
         self._header = ""
         self._scanner = grammar.in_header
         self._kind: type[ReasoningDelta] | type[ContentDelta] = ContentDelta
@@ -53,38 +51,6 @@ class HarmonyParser:
         self._fresh = False
         """Whether the current message has said nothing yet."""
         self._read(opened)
-
-    def feed(self, ids: Sequence[int]) -> list[Delta]:
-        self._read(self._out.sampled(self._reader.read(ids)))
-        return self._out.take()
-
-    def finish(self, finish_reason: str) -> tuple[list[Delta], ParsedMessage]:
-        vocabulary = self._grammar.vocabulary
-        self._read(self._out.sampled(self._reader.rest()))
-        rest = self._buffer.rstrip(vocabulary.ends)
-        if rest:
-            self._text(rest)
-        if self._call is not None:
-            self._close_call(closed=False)
-        elif self._scanner is self._grammar.in_message:
-            self._out.ill_formed |= self._kind is ReasoningDelta  # it never got to an answer
-        elif (header := self._header.removeprefix("assistant")).strip():
-            self._out.ill_formed = True
-            if not header.lstrip().startswith(self._grammar.channel):
-                self._out.text(ContentDelta, header)  # no header at all, but an answer in plain text
-        return self._out.take(), self._out.message()
-
-    def _read(self, text: str) -> None:
-        text, position = self._buffer + text, 0
-        while True:
-            end, marker = self._scanner.find(text, position)
-            if end > position:
-                self._text(text[position:end])
-            position = end + len(marker)
-            if not marker:
-                break
-            self._marker(marker)
-        self._buffer = text[position:]
 
     def _text(self, text: str) -> None:
         if self._scanner is self._grammar.in_header:
@@ -108,6 +74,16 @@ class HarmonyParser:
             self._out.ill_formed = True  # a message that ends before it began
         self._header = marker if marker == grammar.channel else ""
         self._scanner = grammar.in_header
+
+    def _end(self, *, cut: bool) -> None:
+        if self._call is not None:
+            self._close_call(closed=False)
+        elif self._scanner is self._grammar.in_message:
+            self._out.ill_formed |= self._kind is ReasoningDelta  # it never got to an answer
+        elif (header := self._header.removeprefix("assistant")).strip():
+            self._out.ill_formed = True
+            if not header.lstrip().startswith(self._grammar.channel):
+                self._out.text(ContentDelta, header)  # no header at all, but an answer in plain text
 
     def _open_message(self) -> None:
         grammar = self._grammar

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...parsed import (
     CallArgumentsDelta,
@@ -16,7 +16,7 @@ from ...parsed import (
 )
 from .calls import Call, Tools
 from .jsontext import ObjectScanner
-from .vocabulary import Vocabulary, has_mark
+from .vocabulary import TokenReader, Vocabulary, has_mark
 
 
 class Scanner:
@@ -136,6 +136,55 @@ class Deltas:
         return ParsedMessage(
             reasoning, content, self.calls, self.ill_formed, self._vocabulary.spell("".join(self._raw))
         )
+
+
+class Reader:
+    """The loop of a parser (an ``OutputParser``): text up to a marker, the marker, and so on.
+
+    Subclasses say what ``_scanner`` looks for and what ``_text``, ``_marker`` and ``_end`` do with what it finds.
+    """
+
+    _scanner: Scanner | ObjectEnd
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokens = TokenReader(vocabulary)
+        self._buffer = ""
+        """What is not certain yet: perhaps the beginning of a marker, perhaps the end tokens."""
+        self._out = Deltas(vocabulary)
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        self._read(self._out.sampled(self._tokens.read(ids)))
+        return self._out.take()
+
+    def finish(self, finish_reason: str) -> tuple[list[Delta], ParsedMessage]:
+        self._read(self._out.sampled(self._tokens.rest()))
+        if rest := self._buffer.rstrip(self._vocabulary.ends):
+            self._text(rest)
+        self._end(cut=finish_reason == "length")
+        return self._out.take(), self._out.message()
+
+    def _read(self, text: str) -> None:
+        text, position = self._buffer + text, 0
+        while True:
+            end, marker = self._scanner.find(text, position)
+            if end > position:
+                self._text(text[position:end])
+            position = end + len(marker)
+            if not marker:
+                break
+            self._marker(marker)
+        self._buffer = text[position:]
+
+    def _text(self, text: str) -> None:
+        raise NotImplementedError
+
+    def _marker(self, marker: str) -> None:
+        raise NotImplementedError
+
+    def _end(self, *, cut: bool) -> None:
+        """The answer is over. ``cut``: by the length limit."""
+        raise NotImplementedError
 
 
 class Newlines:
