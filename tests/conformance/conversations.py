@@ -32,8 +32,9 @@ def conversation(family: Family, rng: random.Random) -> list[Message]:
     if rng.random() < 0.5:
         messages.append({"role": "system", "content": words(rng, blank=False)})
     number = 0
-    for _ in range(rng.randint(1, 4)):
-        messages.append({"role": "user", "content": words(rng, blank=False)})
+    for turn in range(rng.randint(1, 4)):
+        # Numbered: Mistral's template takes every user message that equals the last one for the last one.
+        messages.append({"role": "user", "content": f"{turn}{words(rng)}"})
         while family.renders_calls and rng.random() < 0.5:
             count = rng.randint(1, 3) if family.parallel else 1
             calls = tuple(arguments(rng) for _ in range(count))

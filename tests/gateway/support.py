@@ -64,7 +64,9 @@ class Client:
     async def ask(self, messages: list[dict[str, Any]], *, stream: bool = False, **fields: Any) -> dict[str, Any]:
         """The assistant's message; streamed answers are put together from their deltas."""
         headers = fields.pop("headers", None)
-        status, data = await self.post({"model": "m", "messages": messages, "stream": stream, **fields}, headers=headers)
+        status, data = await self.post(
+            {"model": "m", "messages": messages, "stream": stream, **fields}, headers=headers
+        )
         assert status == 200, data
         return assemble(data) if stream else data["choices"][0]["message"]
 
