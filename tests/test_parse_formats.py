@@ -387,6 +387,8 @@ def test_thinking_opened_by_the_prompt() -> None:
         # Opened and closed by the prompt.
         message = parse_text(key, "x<|im_end|>", prompt="<think>\n\n</think>\n\n")
         assert (message.reasoning, message.content) == ("", "x")
+    # The newline after the closing marker is the format's, whoever wrote the marker.
+    assert parse_text("glm", "\nx<|user|>", prompt="<|assistant|>\n<think></think>").content == "x"
     message = parse_text("harmony", "hm<|end|><|start|>assistant<|channel|>final<|message|>x<|return|>", prompt=(
         "<|start|>user<|message|>u<|end|><|start|>assistant<|channel|>analysis<|message|>"))  # fmt: skip
     assert (message.reasoning, message.content, message.ill_formed) == ("hm", "x", False)
@@ -556,6 +558,18 @@ def test_stop_tokens_at_the_end_only() -> None:
     message = parse_text("hermes", "<|im_end|>")
     assert message == ParsedMessage(raw="<|im_end|>")
     assert parse("hermes", []) == ParsedMessage()
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+@pytest.mark.parametrize("length", [495, 505, 512, 520, 2000])
+def test_long_names(key: str, length: int) -> None:
+    """A name is found while it arrives or at the end; the message is the same."""
+    name = "s" * length
+    ids = ids_of(LOADED[key][0], FAMILIES[key].answer.replace("search", name))
+    message = parse(key, ids)
+    assert parse(key, ids, list(range(0, len(ids), 5))) == message
+    if key not in ("kimi", "mistral", "deepseek", "deepseek-v3"):  # whose names end with their header
+        assert message.tool_calls[0].name == name
 
 
 def test_half_characters() -> None:

@@ -80,15 +80,16 @@ class Grammar:
         self.in_call = Scanner([self.close, sure, self.section[1]], ends)
 
     def __call__(self, *, prompt_ids: Sequence[int], tools: Tools) -> Parser:
-        return Parser(self, tools, self._thinking(prompt_ids))
+        return Parser(self, tools, *self._prompt_end(prompt_ids))
 
-    def _thinking(self, prompt_ids: Sequence[int]) -> int | None:
-        """Newlines after the thinking marker that the prompt ends with, None where it opens no reasoning."""
+    def _prompt_end(self, prompt_ids: Sequence[int]) -> tuple[str, int]:
+        """The thinking marker that the prompt ends with (``""``: none of the two), and the newlines after it."""
         if not self.think[0]:
-            return None
+            return "", 0
         end = TokenReader(self.vocabulary, at_start=False).read(prompt_ids[-_PROMPT_END:])
         stripped = end.rstrip()
-        return len(end) - len(stripped) if stripped.endswith(self.think[0]) else None
+        marker = next((m for m in self.think if stripped.endswith(m)), "")
+        return marker, len(end) - len(stripped)
 
 
 class Parser(Reader):
@@ -98,7 +99,7 @@ class Parser(Reader):
     marker may turn out to own, white space around calls, and control tokens that may be the last.
     """
 
-    def __init__(self, grammar: Grammar, tools: Tools, thinking: int | None) -> None:
+    def __init__(self, grammar: Grammar, tools: Tools, prompt_end: str, newlines: int) -> None:
         super().__init__(grammar.vocabulary)
         self._grammar = grammar
         self._tools = tools
@@ -111,8 +112,10 @@ class Parser(Reader):
         self._call_started = False
         self._call_opening = ""
         self._in_section = False
-        if thinking is not None:
-            self._reason(thinking)
+        if prompt_end and prompt_end == grammar.think[0]:
+            self._open_reasoning(newlines)
+        elif prompt_end:
+            self._close_reasoning(newlines)
 
     # -- what the loop finds ---------------------------------------------------------------------------------
 
@@ -133,9 +136,7 @@ class Parser(Reader):
             elif marker == grammar.section[1]:
                 self._enter(self._content_scanner())
         elif self._scanner is grammar.in_reasoning:
-            after = grammar.form.think.after_close if grammar.form.think else 0
-            self._scanner = self._content_scanner()
-            self._run = Newlines(after, grammar.form.before_call)
+            self._close_reasoning(0)
         elif marker == grammar.think[0]:
             self._open_think(marker)
         elif marker == grammar.section[0]:
@@ -208,12 +209,18 @@ class Parser(Reader):
             self._blank = ""
         if self._out.said(ReasoningDelta):
             self._out.text(ReasoningDelta, "\n")
-        self._reason(0)
+        self._open_reasoning(0)
 
-    def _reason(self, newlines: int) -> None:
+    def _open_reasoning(self, newlines: int) -> None:
+        """``newlines``: those that stand after the marker already."""
         think = self._grammar.form.think or Think()
         self._scanner = self._grammar.in_reasoning
         self._run = Newlines(max(0, think.after_open - newlines), think.before_close)
+
+    def _close_reasoning(self, newlines: int) -> None:
+        think = self._grammar.form.think or Think()
+        self._scanner = self._content_scanner()
+        self._run = Newlines(max(0, think.after_close - newlines), self._grammar.form.before_call)
 
     # -- calls -------------------------------------------------------------------------------------------------
 
