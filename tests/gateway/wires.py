@@ -165,3 +165,88 @@ class Anthropic(Talker):
                 case kind:
                     assert kind == "ping"
         return message
+
+
+class Responses(Talker):
+    path = "/responses"
+
+    def body(self, messages: Messages, **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": "m", "store": False, **fields, "input": []}
+        if "max_tokens" in fields:
+            body["max_output_tokens"] = body.pop("max_tokens")
+        if "tools" in fields:
+            body["tools"] = [{"type": "function", **tool["function"]} for tool in fields["tools"]]
+        for message in messages:
+            body["input"] += self._items(message)
+        return body
+
+    @staticmethod
+    def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
+        if message["role"] == "tool":
+            output = {"call_id": message["tool_call_id"], "output": message["content"]}
+            return [{"type": "function_call_output", **output}]
+        if message["role"] != "assistant":
+            return [{"role": message["role"], "content": [{"type": "input_text", "text": message["content"]}]}]
+        items: list[dict[str, Any]] = []
+        if message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+            items.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": content})
+        if message.get("content") is not None:
+            content = [{"type": "output_text", "text": message["content"], "annotations": []}]
+            items.append({"type": "message", "role": "assistant", "id": "msg_1", "content": content})
+        for call in message.get("tool_calls", ()):
+            function = dict(call["function"])
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"])
+            items.append({"type": "function_call", "call_id": call["id"], **function})
+        return items
+
+    def message(self, data: Any) -> dict[str, Any]:
+        if isinstance(data, list):
+            data = self.assemble(data)
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        for item in data["output"]:
+            match item["type"]:
+                case "reasoning":
+                    text = item["content"][0]["text"]
+                    message["reasoning_content"] = message.get("reasoning_content", "") + text
+                case "message":
+                    message["content"] = (message["content"] or "") + item["content"][0]["text"]
+                case "function_call":
+                    function = {"name": item["name"], "arguments": item["arguments"]}
+                    call = {"id": item["call_id"], "type": "function", "function": function}
+                    message.setdefault("tool_calls", []).append(call)
+        return message
+
+    @staticmethod
+    def assemble(stream: list[dict[str, Any]]) -> dict[str, Any]:
+        """The response at the end of a stream, after a look at whether the events before it say the same."""
+        assert [event["sequence_number"] for event in stream] == list(range(len(stream)))
+        assert [event["type"] for event in stream[:2]] == ["response.created", "response.in_progress"]
+        assert stream[-1]["type"] in ("response.completed", "response.incomplete")
+        output: list[dict[str, Any]] = []
+        text = ""
+        for event in stream[2:-1]:
+            kind = event["type"].removeprefix("response.")
+            assert event["output_index"] == len(output)
+            if kind == "output_item.added":
+                text = ""
+            elif kind.endswith(".delta"):
+                text += event["delta"]
+            elif kind in ("output_text.done", "reasoning_text.done"):
+                assert event["text"] == text
+            elif kind == "function_call_arguments.done":
+                assert event["arguments"] == text
+            elif kind == "output_item.done":
+                item = event["item"]
+                said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+                assert said == text
+                output.append(item)
+        assert stream[-1]["response"]["output"] == output
+        return stream[-1]["response"]
+
+    def error(self, data: Any) -> str:
+        return (data[-1]["response"] if isinstance(data, list) else data)["error"]["message"]
+
+
+WIRES = {"chat": Chat, "anthropic": Anthropic, "responses": Responses}

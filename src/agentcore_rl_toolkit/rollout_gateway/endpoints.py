@@ -18,7 +18,7 @@ from .gateway import CallIdBook, RolloutGateway
 from .parsed import Delta
 from .sessions import Session
 from .traces import Turn
-from .wires import Answer, AnthropicMessages, Choice, OpenAIChat, Wire, WireRequest
+from .wires import Answer, AnthropicMessages, Choice, OpenAIChat, OpenAIResponses, Wire, WireRequest
 from .wires.base import bad_request, dumps
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,11 @@ def _handler(gateway: RolloutGateway, wire: Wire, serve: Serve) -> Handler:
 
 
 async def _decode(gateway: RolloutGateway, wire: Wire, session: Session, http: web.Request) -> WireRequest:
-    request = wire.decode(await _json_body(http))
+    body = await _json_body(http)
+    if isinstance(wire, OpenAIResponses) and body.get("previous_response_id") is not None:
+        request = wire.decode(body, session.recall(body["previous_response_id"]))
+    else:
+        request = wire.decode(body)
     request.model = request.model or gateway.model
     if request.ignored and (new := session.not_warned_of(request.ignored)):
         logger.warning("session %s: ignored without effect: %s", session.session_id, ", ".join(new))
@@ -107,11 +111,18 @@ class _Exchange:
 
     async def whole(self) -> web.StreamResponse:
         turns = await self._turns([CallIdBook(self._gateway.renderer) for _ in range(self._request.n)])
-        response = _json(self._wire.encode(self._request, self._answer(turns)))
+        response = _json(self._encode(self._answer(turns)))
         await response.prepare(self._http)
         await response.write_eof()
         self._deliver(turns)
         return response
+
+    def _encode(self, answer: Answer) -> dict[str, Any]:
+        """The answer as its wire says it; kept, before it leaves, where a later request may name it."""
+        encoded = self._wire.encode(self._request, answer)
+        if self._request.kept_items is not None:
+            self._session.remember(self._id, [*self._request.kept_items, *encoded["output"]])
+        return encoded
 
     async def stream(self) -> web.StreamResponse:
         books = [CallIdBook(self._gateway.renderer) for _ in range(self._request.n)]
@@ -122,17 +133,19 @@ class _Exchange:
 
         async def send(deltas: list[Delta], choice: int = 0) -> None:
             nonlocal started
-            data = encoder.deltas(deltas, choice)
+            start = b""
             if not started:  # errors before the first delta still get a status of their own
-                started = True
-                data = encoder.start(self._prompt_tokens) + data
-            await out.write(data)
+                started, start = True, encoder.start(self._prompt_tokens)
+            await out.write(start + encoder.deltas(deltas, choice))
 
         with out.kept_alive():
             try:
                 turns = await self._turns(books, send)
                 await send([])
-                await out.write(encoder.finish(self._answer(turns)))
+                answer = self._answer(turns)
+                if self._request.kept_items is not None:
+                    self._encode(answer)
+                await out.write(encoder.finish(answer))
             except GatewayError as error:
                 if not response.prepared:
                     raise
@@ -261,6 +274,7 @@ def models_handler(gateway: RolloutGateway) -> Handler:
     """The one model, in the words of both vendors, with the session's window where the request has a key."""
 
     async def handle(http: web.Request) -> web.StreamResponse:
+        window = _window(gateway, http)
         model: dict[str, Any] = {
             "id": gateway.model,
             "object": "model",
@@ -269,7 +283,8 @@ def models_handler(gateway: RolloutGateway) -> Handler:
             "type": "model",
             "display_name": gateway.model,
             "created_at": "1970-01-01T00:00:00Z",
-            "max_model_len": _window(gateway, http),
+            "max_model_len": window,
+            "max_input_tokens": window,
         }
         name = http.match_info.get("name")
         if name is None:

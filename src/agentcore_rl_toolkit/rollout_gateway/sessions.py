@@ -20,6 +20,7 @@ MIN_OWN_KEY = 20
 _REMEMBERED = 10_000
 _MAC_CHARS = 32
 _WARNINGS = 100
+_RESPONSES = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,26 @@ class Session:
     """Requests being served, until their last byte is written."""
     warned: set[str] = field(default_factory=set, repr=False)
     """Request fields without effect that the log already names."""
+
+    responses: OrderedDict[str, list[Any]] = field(default_factory=OrderedDict, repr=False)
+    """The last answers that a request may name as its beginning: answer id -> all items up to and including it."""
+
+    def remember(self, answer_id: str, items: list[Any]) -> None:
+        self.responses[answer_id] = items
+        while len(self.responses) > _RESPONSES:
+            self.responses.popitem(last=False)
+
+    def recall(self, answer_id: object) -> list[Any]:
+        """The items that an earlier answer ends; raises ``GatewayError(400)``."""
+        items = self.responses.get(answer_id) if isinstance(answer_id, str) else None
+        if items is None:
+            raise GatewayError(
+                400,
+                f"previous_response_id: this session has no response {answer_id!r} to go on from (any more)",
+                kind="previous_response_not_found",
+                param="previous_response_id",
+            )
+        return items
 
     def not_warned_of(self, fields: Iterable[str]) -> list[str]:
         """Those of ``fields`` that come for the first time; the rest has had its warning."""

@@ -3,5 +3,6 @@
 from .anthropic import AnthropicMessages
 from .base import Answer, Choice, Wire, WireRequest
 from .openai_chat import OpenAIChat
+from .openai_responses import OpenAIResponses
 
-__all__ = ["Answer", "AnthropicMessages", "Choice", "OpenAIChat", "Wire", "WireRequest"]
+__all__ = ["Answer", "AnthropicMessages", "Choice", "OpenAIChat", "OpenAIResponses", "Wire", "WireRequest"]

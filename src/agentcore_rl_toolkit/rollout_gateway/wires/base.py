@@ -24,7 +24,8 @@ class WireRequest:
     ``sampling``: what the client asked for, under the names of :class:`SamplingParams`. ``variables``: chat template
     variables. ``stream_usage``: send token counts at the end of a stream. ``n``: how many answers. ``one_call``: hand
     out at most one tool call an answer. ``ignored``: fields that have no effect here, for a warning. ``body``: the
-    whole request, for wires that repeat parts of it in their answer. ``prompt``: a rendered prompt, text or token
+    whole request, for wires that repeat parts of it in their answer. ``kept_items``: what a later request goes on
+    from that names this one's answer, None where it is not to be kept. ``prompt``: a rendered prompt, text or token
     ids, of a client that has no messages.
     """
 
@@ -41,6 +42,7 @@ class WireRequest:
     one_call: bool = False
     ignored: Sequence[str] = ()
     body: JSON = field(default_factory=dict)
+    kept_items: list[Any] | None = None
     prompt: str | list[int] | None = None
 
 
