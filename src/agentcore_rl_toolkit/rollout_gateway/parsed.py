@@ -13,7 +13,9 @@ CallStatus = Literal["ok", "invalid_json", "unclosed", "unknown_tool"]
 class ParsedCall:
     """One tool call.
 
-    ``name``: as sampled. ``arguments``: JSON text of an object; for a call that is not ``ok`` the raw text as sampled.
+    ``name``: as sampled. ``arguments``: JSON text of an object; for ``invalid_json`` and ``unclosed`` the raw text as
+    sampled. ``unknown_tool``: well-formed, but no tool of the request; where a request has no tools, names are not
+    checked.
     ``id``: the id the model itself wrote, where its format has one (Kimi, Mistral), else None: the gateway makes one.
     """
 
