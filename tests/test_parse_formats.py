@@ -676,6 +676,37 @@ def test_a_json_format_in_no_list_is_learned_from_the_template(
         assert (message.content, message.ill_formed) == (content, False)
 
 
+# -- other vocabularies -----------------------------------------------------------------------------------
+
+
+def test_sentencepiece_vocabularies() -> None:
+    """The space that SentencePiece puts before the first word is no content; bytes make characters."""
+    vocab = {"<unk>": 0, "▁Hello": 1, "▁world": 2, **{f"<0x{b:02X}>": 3 + b for b in range(256)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    factory = parser_for(tokenizer, "")
+    ids = [1, 2, *(3 + b for b in "é".encode()), 2]
+    message = ParsedMessage(content="Hello worldé world", raw="Hello worldé world")
+    assert tokenizer.decode(ids) == message.content
+    parser = factory(prompt_ids=[], tools=[])
+    said = "".join(delta.text for token in ids for delta in parser.feed([token]))  # type: ignore[union-attr]
+    assert said == message.content
+    assert parser.finish("stop")[1] == message
+    tokenizer.decoder = decoders.Sequence(steps)  # Gemma: the space is the text's own
+    parser = parser_for(tokenizer, "")(prompt_ids=[], tools=[])
+    parser.feed(ids)
+    assert parser.finish("stop")[1].content == tokenizer.decode(ids) == " Hello worldé world"
+
+
+def test_a_decoder_of_another_kind() -> None:
+    tokenizer = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "play": 1, "##ing": 2, "now": 3}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    parser = parser_for(tokenizer, "")(prompt_ids=[], tools=[])
+    parser.feed([1, 2, 3])
+    assert parser.finish("stop")[1].content.strip() == tokenizer.decode([1, 2, 3]) == "playing now"
+
+
 # -- any chunking, any garbage -----------------------------------------------------------------------------
 
 
