@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import aclosing
 
 import pytest
+from aiohttp import web
 from tokenizers import Tokenizer
 
 from agentcore_rl_toolkit import Outcome, Rollout, RolloutClient, run_rollouts
 from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.local import Lifecycle, LocalAgentCore
 from agentcore_rl_toolkit.local.policy import FOLDER
-from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, RolloutGateway, ThreadedGatewayServer
+from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, RolloutGateway, ThreadedGatewayServer, gateway_app
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_records
 from agentcore_rl_toolkit.rollouts import _judge, session_seed
 
@@ -191,6 +192,19 @@ async def test_a_gateway_that_died_is_told_by_the_agent(client, gateway, local):
     assert (returned.outcome, returned.reward) == (Outcome.RUNTIME_FAILED, None)
     assert "records are lost" in returned.error
     await assert_nothing_is_left(local, type("Gateway", (), {"gateway": type("G", (), {"sessions": []})}))
+
+
+async def test_a_gateway_in_the_same_event_loop_works_as_well(client, engine):
+    gateway = RolloutGateway(backend=engine, renderer=HfTemplateRenderer(FOLDER))
+    runner = web.AppRunner(gateway_app(gateway))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    gateway.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    [good, bad] = await collect(client, gateway, [ASK, {"do": "raise"}])
+    await runner.cleanup()
+    assert (good.outcome, check_records(good.records)) == (Outcome.SUCCEEDED, len(ANSWER))
+    assert (bad.outcome, bad.records) == (Outcome.AGENT_FAILED, [])
+    assert len(gateway.sessions) == 0
 
 
 async def test_a_gateway_that_was_never_started_is_a_setup_error(client, engine):

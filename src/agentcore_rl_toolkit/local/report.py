@@ -58,7 +58,7 @@ class Step:
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
-_COLUMNS = ("step", "reward", "success", "tokens", "turns/s", "failures", "max |Δ logprob|")
+_COLUMNS = ("step", "reward", "success", "tokens", "turns/s", "failures", "|Δ logprob|")
 
 
 def _cells(step: Step) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def _cells(step: Step) -> tuple[str, ...]:
         str(step.tokens),
         _number(step.turns / step.seconds if step.seconds else None, ".1f"),
         str(step.failures),
-        _number(step.logprob_gap, ".1e"),
+        _number(step.logprob_gap, ".1g"),
     )
 
 
@@ -150,7 +150,7 @@ class LiveReport:
         return table
 
 
-def _bar(fraction: float | None, width: int = 20) -> str:
+def _bar(fraction: float | None, width: int = 12) -> str:
     return "" if fraction is None else "█" * round(width * min(max(fraction, 0.0), 1.0))
 
 
