@@ -36,7 +36,7 @@ _PUBLIC = {
     "run_rollouts": "rollouts",
 }
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605 - one list, so that a name can't be in one and not the other
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -49,7 +49,7 @@ class HfTemplateRenderer:
         self._parser = parser or parser_for(checkpoint.tokenizer, checkpoint.template)
         self.stop_token_ids = list(stop_token_ids or self._found_stops(checkpoint))
         self.report = self._probe()
-        logger.info("chat template: %s", self.report.line())
+        logger.info("answers parsed as %s; %s", getattr(self._parser, "name", "custom"), self.report.line())
 
     # -- messages to tokens ------------------------------------------------------------------------------
 
