@@ -1,8 +1,8 @@
 """The oracle property: whatever clients and engines do, no trained token has a wrong logprob or a wrong prefix.
 
-Random conversations: branches, equal requests, marked retries, replays written another way, edits, streaming and not,
-engine faults in the middle, clients that hang up, random token ids as answers. The engine's logprob is a hash of all
-tokens before and the token itself, so the records prove themselves.
+Random conversations over every wire: branches, equal requests, marked retries, replays written another way, edits,
+streaming and not, engine faults in the middle, clients that hang up, random token ids as answers. The engine's logprob
+is a hash of all tokens before and the token itself, so the records prove themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from agentcore_rl_toolkit.errors import EngineError
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_records
 
-from .support import CALCULATOR, TINY, Client, GenerateOnly, client_of, encode, serving
+from .support import CALCULATOR, TINY, GenerateOnly, client_of, encode, serving
+from .wires import WIRES, Talker
 
 words = st.sampled_from(["2", "yes.", "ünï ✓", " spaced ", "", "<|im_end|>", "</tool_call>", "a\nb", "{"])
 arguments = st.sampled_from(['{"expression":  "1+1"}', '{"digits": 1e3, "expression": "a"}', "{}", '{"a": ', "[1]"])
@@ -97,8 +98,8 @@ def drifted(message: dict[str, Any], how: str | None) -> dict[str, Any]:
 class Talk:
     """One client's view: histories that were answered, and what was delivered."""
 
-    def __init__(self, client: Client, engine: Engine) -> None:
-        self.client, self.engine = client, engine
+    def __init__(self, talker: Talker, engine: Engine) -> None:
+        self.talker, self.engine = talker, engine
         self.histories: list[list[dict[str, Any]]] = [[]]
         self.delivered = 0
 
@@ -107,16 +108,15 @@ class Talk:
         engine.output, engine.chunk = step["output"], step["chunk"]
         engine.fault, engine.stall = action == "fault", action == "hang up"
         request = self.request(step)
-        body: dict[str, Any] = {"messages": request, "tools": [CALCULATOR], "stream": step["stream"]}
-        if step["max_tokens"]:
-            body["max_tokens"] = step["max_tokens"]
+        limit = {"max_tokens": step["max_tokens"]} if step["max_tokens"] else {}
+        body = self.talker.body(request, tools=[CALCULATOR], stream=step["stream"], **limit)
         if action == "hang up":
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(self.client.post(body), 0.05)
+                await asyncio.wait_for(self.talker.post(body), 0.05)
             return
         headers = {"x-stainless-retry-count": "1"} if action == "retry" else None
         calls = len(engine.calls)
-        posts = [self.client.post(body, headers=headers) for _ in range(3 if action == "parallel" else 1)]
+        posts = [self.talker.post(body, headers=headers) for _ in range(3 if action == "parallel" else 1)]
         for status, data in await asyncio.gather(*posts):
             self.digest(request, status, data, faulty=action == "fault")
         if action == "retry" and len(engine.calls) == calls:
@@ -139,22 +139,19 @@ class Talk:
         return [*[drifted(m, step["drift"]) if m["role"] == "assistant" else m for m in history], *new]
 
     def digest(self, request: list[dict[str, Any]], status: int, data: Any, *, faulty: bool) -> None:
-        from .support import assemble
-
         if faulty:
-            error = data["error"] if isinstance(data, dict) else data[-1]["error"]
             assert status in (200, 502)
-            assert "fault in the middle" in error["message"]
+            assert "fault in the middle" in self.talker.error(data)
             return
         assert status == 200, data
-        message = assemble(data) if isinstance(data, list) else data["choices"][0]["message"]
-        self.histories.append([*request, message])
+        self.histories.append([*request, self.talker.message(data)])
         self.delivered += 1
 
 
 async def converse(
     plan: list[dict[str, Any]],
     *,
+    wire: str = "chat",
     streaming_engine: bool,
     history: str,
     rendered_by: Any = None,
@@ -167,7 +164,7 @@ async def converse(
         serving(backend, rendered_by=rendered_by, history=history) as gateway,
         client_of(gateway) as client,
     ):
-        talk = Talk(client, engine)
+        talk = Talk(WIRES[wire](client), engine)
         for step in plan:
             await talk.take(step)
         linear = all(step["action"] in ("go on", "fault", "hang up") for step in plan)
@@ -189,12 +186,13 @@ async def converse(
 
 @pytest.mark.parametrize("streaming_engine", [True, False])
 @pytest.mark.parametrize("history", ["preserve", "template"])
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.timeout(240)
-def test_no_trained_token_is_ever_wrong(streaming_engine, history):
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_trained_token_is_ever_wrong(wire, streaming_engine, history):
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(plans(outputs))
     def run(plan):
-        asyncio.run(converse(plan, streaming_engine=streaming_engine, history=history))
+        asyncio.run(converse(plan, wire=wire, streaming_engine=streaming_engine, history=history))
 
     run()
 

@@ -191,8 +191,8 @@ class Responses(Talker):
         if message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
             items.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": content})
-        if message.get("content") is not None:
-            content = [{"type": "output_text", "text": message["content"], "annotations": []}]
+        if message.get("content") is not None or "tool_calls" not in message:
+            content = [{"type": "output_text", "text": message["content"] or "", "annotations": []}]
             items.append({"type": "message", "role": "assistant", "id": "msg_1", "content": content})
         for call in message.get("tool_calls", ()):
             function = dict(call["function"])
