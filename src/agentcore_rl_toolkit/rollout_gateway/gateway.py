@@ -196,8 +196,6 @@ class RolloutGateway:
         ``on_deltas``: called with what is new of the answer while it is sampled. Cancelling aborts the engine and
         leaves no trace. Raises ``GatewayError``.
         """
-        if choice == 0:
-            _check_budget(session, request.n)
         prompt = await self._prompt(session, request)
         if on_prompt:
             on_prompt(len(prompt.ids))
@@ -205,6 +203,8 @@ class RolloutGateway:
             if on_deltas:
                 await on_deltas(replay(earlier))
             return earlier
+        if choice == 0:
+            _check_budget(session, prompt)
         answered: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         session.in_flight[prompt.key] = answered
         try:
@@ -424,8 +424,10 @@ async def _drain(session: Session, wait: float) -> None:
         await asyncio.wait(running)
 
 
-def _check_budget(session: Session, n: int) -> None:
-    if session.max_turns is not None and len(session.tree.turns) + len(session.in_flight) + n > session.max_turns:
+def _check_budget(session: Session, prompt: _Prompt) -> None:
+    n = prompt.request.n
+    others = len(session.in_flight) - (n > 1 and prompt.key in session.in_flight)
+    if session.max_turns is not None and len(session.tree.turns) + others + n > session.max_turns:
         raise GatewayError(400, f"the session's {session.max_turns} turns are used up", kind="turn_limit_exceeded")
     if session.max_total_tokens is not None and session.sampled_tokens >= session.max_total_tokens:
         raise GatewayError(

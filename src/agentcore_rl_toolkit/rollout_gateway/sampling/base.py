@@ -18,6 +18,9 @@ class SamplingParams(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
     seed: int
     stop: list[str]
     stop_token_ids: list[int]
