@@ -116,13 +116,15 @@ def _parts(agent: Path, directory: RunDirectory) -> Iterator[tuple[RolloutClient
         server.start()
         stack.callback(server.shutdown)
         stack.enter_context(_environment(local.environment()))
-        client = RolloutClient(
-            local.agent_runtime_arn,
-            s3_bucket=local.bucket,
-            exp_id="demo",
-            tps_limit=1000,
-            max_pool_connections=2 * MAX_CONCURRENT,
-            model_id="tiny",
+        client = stack.enter_context(
+            RolloutClient(
+                local.agent_runtime_arn,
+                s3_bucket=local.bucket,
+                exp_id="demo",
+                tps_limit=1000,
+                max_pool_connections=2 * MAX_CONCURRENT,
+                model_id="tiny",
+            )
         )
         yield client, server, policy
 
