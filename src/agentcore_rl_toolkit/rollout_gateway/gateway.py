@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import ContextLengthExceeded, EngineError, GatewayError, RenderError
+from .completions import PlainText, place_prompt, prompt_key
 from .messages import Message, assistant_message, chain
 from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, ParsedMessage, ReasoningDelta
 from .render.base import Fork, Renderer
@@ -221,6 +222,8 @@ class RolloutGateway:
         return len((await self._prompt(session, request)).ids)
 
     async def _prompt(self, session: Session, request: WireRequest) -> _Prompt:
+        if request.prompt is not None:
+            return await self._given_prompt(session.tree, request, request.prompt)
         place = _locate(session.tree, request)
         if place.new[-1]["role"] == "assistant":
             raise GatewayError(
@@ -241,6 +244,16 @@ class RolloutGateway:
             fork, parent = rendered.fork, None
         ids = parent.tokens() + rendered.new_ids if parent else list(rendered.new_ids)
         return _Prompt(request, place.key, place.depth, parent, rendered.new_ids, ids, fork, rendered.divergence)
+
+    async def _given_prompt(self, tree: TokenTree, request: WireRequest, prompt: str | list[int]) -> _Prompt:
+        """A prompt that the client rendered itself."""
+        parent, new = await asyncio.to_thread(place_prompt, self.renderer, list(tree.tips()), prompt)
+        ids = parent.tokens() + new if parent else new
+        key = prompt_key(ids)
+        fork = "new_conversation" if tree.turns and parent is None else None
+        if any(turn.prompt_key == key for turn in tree.turns):
+            fork = "retry"
+        return _Prompt(request, key, 0, parent, new, ids, fork)
 
     def _render_new(self, request: WireRequest, place: _Place) -> _Rendered:
         """The tokens that are new since the parent, or the whole conversation where it can't be extended."""
@@ -270,8 +283,11 @@ class RolloutGateway:
         self, session: Session, prompt: _Prompt, call_ids: CallIdBook, on_deltas: OnDeltas | None
     ) -> Turn:
         params = self._sampling_params(session, prompt)
+        plain = prompt.request.prompt is not None
         parser = Trimmed(
-            self.renderer.parser(prompt_ids=prompt.ids, tools=prompt.request.tools),
+            PlainText(self.renderer)
+            if plain
+            else self.renderer.parser(prompt_ids=prompt.ids, tools=prompt.request.tools),
             params.get("stop") or (),
             one_call=prompt.request.one_call,
         )

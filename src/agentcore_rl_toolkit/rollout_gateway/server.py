@@ -15,7 +15,7 @@ from .endpoints import MAX_BODY, count_tokens_handler, elsewhere, healthz, model
 from .gateway import RolloutGateway
 from .sessions import Session
 from .traces import TraceRecord
-from .wires import AnthropicMessages, OpenAIChat, OpenAIResponses
+from .wires import AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses
 
 T = TypeVar("T")
 
@@ -26,6 +26,7 @@ def gateway_app(gateway: RolloutGateway) -> web.Application:
     app = web.Application(client_max_size=MAX_BODY)
     posts = {
         "/chat/completions": turn_handler(gateway, OpenAIChat()),
+        "/completions": turn_handler(gateway, OpenAICompletions()),
         "/responses": turn_handler(gateway, OpenAIResponses()),
         "/messages": turn_handler(gateway, AnthropicMessages()),
         "/messages/count_tokens": count_tokens_handler(gateway, AnthropicMessages()),

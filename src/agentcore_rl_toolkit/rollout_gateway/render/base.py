@@ -55,6 +55,10 @@ class Renderer(Protocol):
         """A parser for one answer to ``prompt_ids``."""
         ...
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text that the caller rendered: control tokens spelled in it are control tokens."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens spelled out."""
         ...

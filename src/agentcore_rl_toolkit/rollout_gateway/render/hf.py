@@ -128,6 +128,9 @@ class HfTemplateRenderer:
     def parser(self, *, prompt_ids: Sequence[int], tools: Sequence[Tool]) -> OutputParser:
         return self._parser(prompt_ids=prompt_ids, tools=tools)
 
+    def encode(self, text: str) -> list[int]:
+        return self._text.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._text.tokenizer.decode(list(ids), skip_special_tokens=False))
 

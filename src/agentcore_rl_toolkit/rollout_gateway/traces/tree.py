@@ -61,6 +61,11 @@ class Turn:
     asked: tuple[list[Any], list[Any]] | None = None
     """The messages and tools that were asked, as they came; kept at the tips only."""
 
+    @property
+    def rendered_by_client(self) -> bool:
+        """The prompt came as text or tokens, not as messages."""
+        return self.asked is not None and not self.asked[0]
+
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
         turns: list[Turn] = []
@@ -119,6 +124,10 @@ class TokenTree:
             if asked == raw_messages[:n] and asked_tools == tools:
                 best, length = turn, n
         return best
+
+    def tips(self) -> Sequence[Turn]:
+        """Turns that nothing was built on yet, the last :data:`MAX_TIPS` of them, oldest first."""
+        return self._tips
 
     def twin(self, turn: Turn, answer: Message) -> Turn | None:
         """Of ``turn`` and its siblings that said the same, the one a client means that replays it as ``answer``

@@ -3,6 +3,16 @@
 from .anthropic import AnthropicMessages
 from .base import Answer, Choice, Wire, WireRequest
 from .openai_chat import OpenAIChat
+from .openai_completions import OpenAICompletions
 from .openai_responses import OpenAIResponses
 
-__all__ = ["Answer", "AnthropicMessages", "Choice", "OpenAIChat", "OpenAIResponses", "Wire", "WireRequest"]
+__all__ = [
+    "Answer",
+    "AnthropicMessages",
+    "Choice",
+    "OpenAIChat",
+    "OpenAICompletions",
+    "OpenAIResponses",
+    "Wire",
+    "WireRequest",
+]

@@ -16,34 +16,39 @@ JSON = Mapping[str, Any]
 
 @dataclass(slots=True)
 class WireRequest:
-    """One request of a client, the same whatever wire it came by.
-
-    ``raw_messages``: the messages as parsed from JSON. ``decode_messages(start)``: ``raw_messages[start:]`` as
-    canonical messages, or ``GatewayError(400)`` with the path of a bad field. What the session's earlier request began
-    with needs no second look: the gateway compares it as it came and decodes only the rest.
-    ``sampling``: what the client asked for, under the names of :class:`SamplingParams`. ``variables``: chat template
-    variables. ``stream_usage``: send token counts at the end of a stream. ``n``: how many answers. ``one_call``: hand
-    out at most one tool call an answer. ``ignored``: fields that have no effect here, for a warning. ``body``: the
-    whole request, for wires that repeat parts of it in their answer. ``kept_items``: what a later request goes on
-    from that names this one's answer, None where it is not to be kept. ``prompt``: a rendered prompt, text or token
-    ids, of a client that has no messages.
-    """
+    """One request of a client, the same whatever wire it came by."""
 
     raw_messages: list[Any]
+    """The messages as parsed from JSON. What the session's earlier request began with needs no second look: the
+    gateway compares it as it came, and decodes only the rest."""
     decode_messages: Callable[[int], list[Message]]
+    """``decode_messages(start)``: ``raw_messages[start:]`` as canonical messages, each raw one on its own, or
+    ``GatewayError(400)`` with the path of a bad field."""
     tools: list[Tool] = field(default_factory=list)
     sampling: dict[str, Any] = field(default_factory=dict)
+    """What the client asked for, under the names of :class:`SamplingParams`."""
     variables: dict[str, Any] = field(default_factory=dict)
+    """Chat template variables."""
     model: str = ""
     stream: bool = False
     stream_usage: bool = False
+    """Send token counts at the end of a stream."""
     logprobs: bool = False
+    """Send the logprobs of the sampled tokens."""
+    token_ids: bool = False
+    """Send the ids of the sampled tokens."""
     n: int = 1
+    """How many answers."""
     one_call: bool = False
+    """Hand out at most one tool call an answer."""
     ignored: Sequence[str] = ()
+    """What has no effect here, for a warning."""
     body: JSON = field(default_factory=dict)
+    """The whole request, for wires that repeat parts of it in their answer."""
     kept_items: list[Any] | None = None
+    """What a later request goes on from that names this one's answer; None where it is not to be kept."""
     prompt: str | list[int] | None = None
+    """A rendered prompt, text or token ids, of a client that sends no messages."""
 
 
 @dataclass(slots=True)

@@ -56,9 +56,10 @@ _NO_EFFECT = {
 }  # fmt: skip
 _HONOURED = {
     "chat_template_kwargs", "logprobs", "messages", "modalities", "model", "parallel_tool_calls", "reasoning_effort",
-    "response_format", "stop", "stop_token_ids", "stream", "stream_options", "tool_choice", "tools", "top_logprobs",
+    "response_format", "stream", "stream_options", "tool_choice", "tools", "top_logprobs",
 }  # fmt: skip
-_KNOWN = frozenset(_HONOURED | _NUMBERS.keys() | _CANNOT | _NO_EFFECT)
+FIELDS_OF_SAMPLING = {"stop", "stop_token_ids", *_NUMBERS}
+_KNOWN = frozenset(_HONOURED | FIELDS_OF_SAMPLING | _CANNOT | _NO_EFFECT)
 
 
 class OpenAIChat:
@@ -75,7 +76,7 @@ class OpenAIChat:
         variables = template_variables(body)
         if body.get("reasoning_effort") is not None:
             variables = {"reasoning_effort": a_string(body["reasoning_effort"], "reasoning_effort"), **variables}
-        sampling = _sampling(body)
+        sampling = sampling_of(body)
         return WireRequest(
             raw_messages=raw,
             decode_messages=lambda start: [
@@ -253,7 +254,8 @@ def _tools(raw: object) -> list[Tool]:
     return tools
 
 
-def _sampling(body: JSON) -> dict[str, Any]:
+def sampling_of(body: JSON) -> dict[str, Any]:
+    """What an engine is asked for, and ``n``."""
     params = numbers(body, _NUMBERS)
     if body.get("stop"):
         params["stop"] = stop_strings(body["stop"], "stop")
