@@ -2,6 +2,7 @@
 
 python benchmarks/gateway.py                 # ours, the append-only ideal, a bare handler
 python benchmarks/gateway.py --peers         # and the published ones, from environments made for them
+python benchmarks/gateway.py --memory        # what held sessions weigh
 python benchmarks/gateway.py --lag           # the event loop's lag with 256 agents and long first prompts
 """
 
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -55,7 +57,12 @@ class Server:
     def __init__(self, row: Row, workload: Path, tokenizer: Path, **options: Any) -> None:
         argv = [row.python, str(HERE / "_server.py"), row.kind, str(workload), str(tokenizer)]
         argv.append(json.dumps({**row.options, **options}))
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE)
+        environment = dict(os.environ)
+        if row.is_peer:
+            environment.pop("PYTHONPATH", None)  # it may lead to this project, whose name the original shares
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE, env=environment
+        )
         self.port: int = self._read()["port"]
 
     def ask(self, do: str, **arguments: Any) -> Any:
@@ -93,7 +100,7 @@ def drive(server: Server, sessions: list[Any], workload: Path, *, stream: bool =
 
 
 def measure(row: Row, server: Server, workload: Path, turns: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One conversation length: CPU, latency, memory held, and what finishing costs."""
+    """One conversation length: CPU, latency, and what finishing costs."""
     waves = max(1, math.ceil(args.min_turns / (args.agents * turns)))
     sessions = server.ask("open", count=args.agents * waves)
     before = server.ask("usage")
@@ -106,8 +113,6 @@ def measure(row: Row, server: Server, workload: Path, turns: int, args: argparse
         server.ask("unprofile", file=f"{args.profile}.{row.name.replace(', ', '-')}.{turns}.prof")
     after = server.ask("usage")
     finished = server.ask("finish")
-    freed = server.ask("usage")
-    held = after["rss"] - before["rss"]
     return {
         "turns": turns,
         "cpu_per_1000": (after["cpu"] - before["cpu_after"]) / load["turns"] * 1000,
@@ -115,9 +120,6 @@ def measure(row: Row, server: Server, workload: Path, turns: int, args: argparse
         "latency_p50_ms": load["p50"] * 1e3,
         "latency_p99_ms": load["p99"] * 1e3,
         "tokens_per_session": load["tokens"] / len(sessions),
-        "bytes_per_token": held / load["tokens"],
-        "mb_per_session": held / len(sessions) / 1e6,
-        "mb_left_per_session": (freed["rss"] - before["rss"]) / len(sessions) / 1e6,
         "finish_median_ms": statistics.median(finished["walls"]) * 1e3,
         "finish_max_ms": max(finished["walls"]) * 1e3,
         "stall_median_ms": statistics.median(finished["stalls"]) * 1e3,
@@ -142,6 +144,32 @@ def _started(row: Row, workload: Path, args: argparse.Namespace) -> Iterator[Ser
             upstream = stack.enter_context(Server(Row("upstream", "upstream"), workload, args.tokenizer))
             options["upstream"] = f"http://127.0.0.1:{upstream.port}"
         yield stack.enter_context(Server(row, workload, args.tokenizer, **options))
+
+
+def measure_memory(row: Row, workload: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What sessions of the longest conversations weigh: the growth of resident memory by the second half of them.
+
+    The first half pays for what is there once (caches, the allocator's pools). Memory that comes back may stay with
+    the process; whether it does come back shows when as many sessions again, after all were finished, need no more.
+    """
+    half, turns = max(1, args.agents // 2), args.turns[-1]
+    with _started(row, workload, args) as server:
+
+        def hold() -> tuple[float, int]:
+            load = drive(server, server.ask("open", count=half), workload, concurrency=half, turns=turns)
+            return server.ask("usage")["rss"], load["tokens"]
+
+        first, _ = hold()
+        second, tokens = hold()
+        server.ask("finish")
+        hold()
+        again, _ = hold()
+        server.ask("finish")
+    return {
+        "bytes_per_token": (second - first) / tokens,
+        "mb_per_session": (second - first) / half / 1e6,
+        "mb_kept_per_session": (again - second) / (2 * half) / 1e6,
+    }
 
 
 def measure_lag(row: Row, workload: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -247,9 +275,6 @@ def print_table(summary: dict[str, list[dict[str, Any]]], turns: list[int]) -> N
         "turns/s": ("turns_per_second", ".0f"),
         "p99 ms": ("latency_p99_ms", ".0f"),
         "tokens": ("tokens_per_session", ".0f"),
-        "bytes/token": ("bytes_per_token", ".1f"),
-        "MB/session": ("mb_per_session", ".2f"),
-        "MB left": ("mb_left_per_session", ".2f"),
         "finish ms": ("finish_median_ms", ".1f"),
         "finish max": ("finish_max_ms", ".1f"),
         "stall ms": ("stall_median_ms", ".1f"),
@@ -260,6 +285,13 @@ def print_table(summary: dict[str, list[dict[str, Any]]], turns: list[int]) -> N
         list(columns),
         {name: [format(cells[-1][key], form) for key, form in columns.values()] for name, cells in summary.items()},
     )
+
+
+def print_memory(memory: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
+    print(f"\nresident memory of held sessions of {args.turns[-1]} turns")
+    keys = ["bytes_per_token", "mb_per_session", "mb_kept_per_session"]
+    columns = ["bytes/token", "MB/session", "MB/session not reused after finishing"]
+    _print_rows(columns, {name: [f"{cell[key]:.2f}" for key in keys] for name, cell in memory.items()})
 
 
 def print_lag(lags: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
@@ -294,6 +326,9 @@ def main() -> None:
         if args.lag:
             chosen = [row for row in rows if row.kind in ("bare", "gateway")]
             results["lag"] = {row.name: measure_lag(row, workload, args) for row in chosen}
+        elif args.memory:
+            chosen = [row for row in rows if row.kind != "bare"]
+            results["memory"] = {row.name: measure_memory(row, workload, args) for row in chosen}
         else:
             rounds: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
             for number in range(args.rounds):
@@ -308,6 +343,8 @@ def main() -> None:
         return
     if args.lag:
         print_lag(results["lag"], args)
+    elif args.memory:
+        print_memory(results["memory"], args)
     else:
         print_table(results["summary"], args.turns)
     print(*notes, sep="\n")
@@ -324,6 +361,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peer-rounds", type=int, default=1)
     parser.add_argument("--envs", type=Path, default=HERE / ".envs", help="where the peers' environments are kept")
     parser.add_argument("--only", action="append", metavar="ROW", help="only the row of this name; may be repeated")
+    parser.add_argument("--memory", action="store_true", help="measure the memory of held sessions instead")
     parser.add_argument("--lag", action="store_true", help="measure the event loop's lag instead")
     parser.add_argument("--lag-agents", type=int, default=256)
     parser.add_argument("--lag-seconds", type=int, default=20)
