@@ -461,12 +461,27 @@ def _locate(tree: TokenTree, request: WireRequest) -> _Place:
         if answer["role"] == "assistant" and all(message["role"] != "assistant" for message in new):
             replayed = chain([answer], (), start=tip.prompt_key)[0] == tip.key
             if new and replayed and (turn := tree.twin(tip, answer)):
-                return _Place(turn, new, chain(new, (), start=turn.key)[-1], turn.depth + len(new))
+                key = chain(new, (), start=turn.key)[-1]
+                return _Place(turn, _with_own_ids(new, answer, turn), key, turn.depth + len(new))
     messages = request.decode_messages(0)
     keys = chain(messages, request.tools)
     parent = tree.match(messages, keys)
-    new = messages[parent.depth :] if parent else messages
+    new = _with_own_ids(messages[parent.depth :], messages[parent.depth - 1], parent) if parent else messages
     return _Place(parent, new or messages[-1:], keys[-1], len(messages))
+
+
+def _with_own_ids(new: list[Message], replayed: Message, turn: Turn) -> list[Message]:
+    """``new`` with its results named after the sampled calls, where the client gave the calls ids of its own."""
+    own = {
+        call["id"]: call_id
+        for call, call_id in zip(replayed.get("tool_calls", ()), turn.call_ids, strict=False)
+        if call["id"] != call_id
+    }
+    if not own:
+        return new
+    return [
+        {**m, "tool_call_id": own.get(m["tool_call_id"], m["tool_call_id"])} if "tool_call_id" in m else m for m in new
+    ]
 
 
 def _fork_reason(tree: TokenTree, place: _Place) -> str | None:

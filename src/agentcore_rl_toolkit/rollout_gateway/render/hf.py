@@ -15,6 +15,7 @@ from .base import Fork
 from .checkpoint import Checkpoint, load
 from .parse import parser_for
 from .probe import Report, probe
+from .splice import NotAppended
 from .template import ChatTemplate
 from .text import TextEncoder
 from .traits import TemplateTraits
@@ -48,6 +49,8 @@ class HfTemplateRenderer:
         self._divergence: dict[tuple[Any, ...], str | None] = {}
         self._parser = parser or parser_for(checkpoint.tokenizer, checkpoint.template)
         self.stop_token_ids = list(stop_token_ids or self._found_stops(checkpoint))
+        splicer = self._traits.splicer
+        self._closers = (self._text.encode(splicer.closer), self._text.encode(splicer.call_closer or splicer.closer))
         self.report = self._probe()
         logger.info("answers parsed as %s; %s", getattr(self._parser, "name", "custom"), self.report.line())
 
@@ -77,15 +80,19 @@ class HfTemplateRenderer:
     ) -> list[int] | Fork:
         if (bool(answer.get("tool_calls")), new[0]["role"]) in self._unlike:
             return Fork("splice_differs")
-        text = self._traits.splicer.tail(answer, [self._for_template(m) for m in new], **variables)
+        try:
+            text = self._traits.splicer.tail(answer, [self._for_template(m) for m in new], **variables)
+        except NotAppended:
+            return Fork("content_moved")
         if held[-1] not in self.stop_token_ids:  # cut off: what closes the answer is context, like the rest
             if self._reasoning_is_open(answer, held[len(held) - sampled :]):
                 text = self._traits.reasoning_closer + text
             return self._text.encode(text)
         tail = self._text.encode(text)
-        if tail[:1] == [held[-1]]:
-            return tail[1:]
-        if self._traits.first_control(self._traits.splicer.closer) == held[-1]:
+        closer = self._closers[bool(answer.get("tool_calls"))]
+        if held[-1] in tail[: len(closer) or 1]:  # the model has begun what the template would write here
+            return tail[tail.index(held[-1]) + 1 :]
+        if held[-1] in self._closers[False]:
             # The template writes another closer into history than the one the model samples (gpt-oss).
             return Fork("closer_rewritten")
         return tail
@@ -145,10 +152,13 @@ class HfTemplateRenderer:
 
     def _for_template(self, message: Message) -> Message:
         if message["role"] != "assistant":
-            return {key: self._guarded(value) for key, value in message.items()}
+            prepared = {key: self._guarded(value) for key, value in message.items()}
+            if "tool_call_id" in prepared:
+                prepared["tool_call_id"] = self._traits.call_id(prepared["tool_call_id"])
+            return prepared
         content = self._text.guard(message["content"], special_only=True)
         reasoning = self._text.guard(message.get("reasoning_content") or "", special_only=True)
-        prepared: Message = {"role": "assistant", "content": content}
+        prepared = {"role": "assistant", "content": content}
         if message.get("tool_calls"):
             prepared["tool_calls"] = [self._call_for_template(call) for call in message["tool_calls"]]
             if reasoning and content and not self._traits.reasoning_beside_content:
@@ -164,7 +174,11 @@ class HfTemplateRenderer:
             arguments = self._traits.arguments(arguments)
         elif not self._traits.takes_text:  # text that is no JSON object, for a template that needs a mapping
             arguments = {"arguments": arguments}
-        return {**call, "function": {"name": self._guarded(function["name"]), "arguments": arguments}}
+        return {
+            **call,
+            "id": self._traits.call_id(call["id"]),
+            "function": {"name": self._guarded(function["name"]), "arguments": arguments},
+        }
 
     def _guarded(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ...errors import RenderError
 from ..messages import Message, Tool
+from .splice import NotAppended
 
 Kind = tuple[bool, str]
 """Whether the answer has tool calls, and the role of the message that follows it."""
@@ -78,6 +79,8 @@ def probe(
                 report.same.add(name)
             else:
                 report.differing[name] = (bool(answer.get("tool_calls")), new[0]["role"])
+        except NotAppended:
+            report.differing[name] = (bool(answer.get("tool_calls")), new[0]["role"])
         except RenderError:
             report.refused.add(name)
     report.same -= {*report.rewritten, *report.differing}

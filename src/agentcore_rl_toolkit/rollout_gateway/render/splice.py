@@ -7,19 +7,25 @@ messages, the next generation prompt. The cost depends on the new messages alone
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import RenderError
-from ..messages import Message, Tool
+from ..messages import Message
 from .tails import TailForms
 from .template import ChatTemplate
 
 SENTINEL = "\U0010fffc0sentinel0\U0010fffc"
 """Stands for the sampled body in a stub; no template looks at it, no content contains it."""
 
-_USER: Message = {"role": "user", "content": "."}
+_STUB_USER = "\U0010fffc1stub1\U0010fffc"
+_USER: Message = {"role": "user", "content": _STUB_USER}
+
+
+class NotAppended(Exception):
+    """The template does not simply put new messages behind the answer (it drops, moves or rewrites them)."""
 
 
 def text_answer() -> Message:
@@ -90,36 +96,48 @@ class Splicer:
         return self.call_closer if self.calls and answer.get("tool_calls") else self.closer
 
     def tail(self, answer: Message, new: Sequence[Message], **variables: Any) -> str:
-        """What follows the body of ``answer``: its closer, ``new`` and the generation prompt, as text."""
+        """What follows the body of ``answer``: its closer, ``new`` and the generation prompt, as text.
+
+        Raises :class:`NotAppended` where the template does something else with the new messages.
+        """
         return self._forms.tail(answer, new, variables)
 
-    def _rendered_tail(
-        self, answer: Message, new: Sequence[Message], variables: dict[str, Any], tools: Sequence[Tool] = ()
-    ) -> str:
+    def _rendered_tail(self, answer: Message, new: Sequence[Message], variables: dict[str, Any]) -> str:
+        rest = self._after_body(answer, new, variables)
+        lost = (m for m in new if m["content"].strip() and not _shown(m["content"], rest))
+        if _STUB_USER in rest or next(lost, None) is not None:
+            raise NotAppended
+        return rest
+
+    def _after_body(self, answer: Message, new: Sequence[Message], variables: dict[str, Any]) -> str:
         calls = [(c["id"], c["function"]["name"]) for c in answer.get("tool_calls", ())]
         if not calls or not self.calls:
-            return after_sentinel(self._stub(text_answer(), new, tools, **variables))
+            return after_sentinel(self._stub(text_answer(), new, **variables))
         try:
-            rest = after_sentinel(self._stub(call_answer(calls, self._arguments), new, tools, **variables))
+            rest = after_sentinel(self._stub(call_answer(calls, self._arguments), new, **variables))
         except RenderError:
             # Some templates allow one call a turn; the results that follow render the same.
-            rest = after_sentinel(self._stub(call_answer(calls[-1:], self._arguments), new, tools, **variables))
+            rest = after_sentinel(self._stub(call_answer(calls[-1:], self._arguments), new, **variables))
         end = self._call_end.replace(self._probe_id, calls[-1][0])  # Mistral writes the id behind the arguments
         if not rest.startswith(end):
-            raise RenderError("the chat template closes a tool call in two different ways")
+            raise NotAppended
         return rest[len(end) :]
 
     def _stub(
         self,
         answer: Message,
         new: Sequence[Message],
-        tools: Sequence[Tool] = (),
         *,
         generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        messages = [_USER, answer, *new]
-        return self._template.render(messages, tools, generation_prompt=generation_prompt, **variables)
+        # Without tools: a template that repeats them at the last user message (Mistral) would show them again.
+        return self._template.render([_USER, answer, *new], generation_prompt=generation_prompt, **variables)
+
+
+def _shown(content: str, text: str) -> bool:
+    """Whether a template put this content into the text: as it is, trimmed or quoted."""
+    return content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1].strip() in text
 
 
 def _common_suffix(a: str, b: str) -> str:

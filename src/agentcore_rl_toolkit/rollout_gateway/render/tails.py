@@ -77,18 +77,18 @@ class TailForms:
     def _learn(self, answer: Message, new: Sequence[Message], variables: dict[str, Any]) -> Form | None:
         kinds = _kinds(answer, new)
         marks = [f"{i:09d}" if kind == "id" else f"\ue123{i}\ue123" for i, kind in enumerate(kinds)]
-        try:
-            text = self._render(*_filled(answer, new, marks), variables)
-        except Exception:  # noqa: BLE001 - the template refuses the marks: it will be asked each time
-            return None
-        for i, kind in enumerate(kinds):
-            if kind == "id":
-                text = text.replace(marks[i], f"\ue123{i}\ue123")
         telling = [
             [content if k == "content" else f"id{i:07d}" if k == "id" else f"name_{i}" for i, k in enumerate(kinds)]
             for content in _CONTENTS
         ]
-        rendered = [self._render(*_filled(answer, new, values), variables) for values in telling]
+        try:
+            text = self._render(*_filled(answer, new, marks), variables)
+            rendered = [self._render(*_filled(answer, new, values), variables) for values in telling]
+        except Exception:  # noqa: BLE001 - the template refuses one of them: it will be asked each time
+            return None
+        for i, kind in enumerate(kinds):
+            if kind == "id":
+                text = text.replace(marks[i], f"\ue123{i}\ue123")
         for treatment in _TREATMENTS:
             fixed = _QUOTED_MARK.sub(r"\1", text) if treatment is _quoted else text
             form: Form = (treatment, tuple(int(p) if i % 2 else p for i, p in enumerate(_MARK.split(fixed))))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
+import re
+from hashlib import blake2b
 from typing import Any
 
 from ...errors import RenderError
@@ -13,6 +16,7 @@ from .template import ChatTemplate
 from .text import TextEncoder
 
 _CALL_ID = "abcdefghi"  # nine alphanumerics: what Mistral's templates insist on
+_PLAIN_ID = re.compile(r"[A-Za-z0-9]{9}\Z")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -22,6 +26,7 @@ class TemplateTraits:
     ``arguments``: brings a call's arguments into the form the template takes (mapping or JSON text). ``takes_text``:
     arguments that are no JSON object may be passed as they are. ``reasoning_name``: the field it reads reasoning from,
     None where it reads none. ``reasoning_beside_content``: False where it refuses both beside a call (gpt-oss).
+    ``takes_any_id``: False where it refuses call ids that are not nine alphanumerics (Mistral).
     ``reasoning_closer``: what it writes between reasoning and content. ``splicer``: its tails.
     """
 
@@ -31,6 +36,9 @@ class TemplateTraits:
             (form for form in (_as_mapping, _as_text) if self._shows(form({"k": SENTINEL}))), _as_mapping
         )
         self.takes_text = self._shows(SENTINEL)
+        self.takes_any_id = not self._shows(self.arguments({"k": SENTINEL})) or self._shows(
+            self.arguments({"k": SENTINEL}), call_id="call_of-any form"
+        )
         self.reasoning_name = next((n for n in _REASONING_NAMES if self._reasoning_shows(n)), None)
         self.reasoning_beside_content = self._takes_reasoning_beside_content()
         self.reasoning_closer = self._find_reasoning_closer()
@@ -57,8 +65,15 @@ class TemplateTraits:
         except RenderError:
             return ""
 
-    def _shows(self, arguments: Any) -> bool:
-        return SENTINEL in self._answered({"role": "assistant", "content": "", "tool_calls": [_call(arguments)]})
+    def call_id(self, call_id: str) -> str:
+        """A call id as the template takes it: the same for the same id, so that call and result still match."""
+        if self.takes_any_id or _PLAIN_ID.match(call_id):
+            return call_id
+        return base64.b32encode(blake2b(call_id.encode("utf-8", "replace"), digest_size=6).digest()).decode()[:9]
+
+    def _shows(self, arguments: Any, call_id: str = _CALL_ID) -> bool:
+        calls = [_call(arguments, call_id)]
+        return SENTINEL in self._answered({"role": "assistant", "content": "", "tool_calls": calls})
 
     def _reasoning_shows(self, name: str) -> bool:
         return SENTINEL in self._answered({"role": "assistant", "content": "x", name: SENTINEL})
@@ -78,8 +93,8 @@ class TemplateTraits:
         return parts[1] if len(parts) == 3 else ""
 
 
-def _call(arguments: Any) -> dict[str, Any]:
-    return {"type": "function", "id": _CALL_ID, "function": {"name": "f", "arguments": arguments}}
+def _call(arguments: Any, call_id: str = _CALL_ID) -> dict[str, Any]:
+    return {"type": "function", "id": call_id, "function": {"name": "f", "arguments": arguments}}
 
 
 def _as_mapping(arguments: dict[str, Any]) -> Any:
