@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from .policy import TinyPolicy
     from .report import LiveReport, PlainReport, Step
 
-TASKS_PER_STEP = 4
+TASKS_PER_STEP = 6
+SUMMARY_STEPS = 4  # one step's mean reward moves by a few hundredths from chance alone
 MAX_CONCURRENT = 12
-LEARNING_RATE = 2.0
+LEARNING_RATE = 1.0
 ROLLOUT_TIMEOUT = 120.0  # seconds; one takes about one, on a busy machine a few
 EXAMPLE = Path("examples/local_math_agent")
 
@@ -44,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Train a small math agent on this machine: no AWS account, no GPU.",
     )
     parser.add_argument("--steps", type=_positive, default=24, help="training steps (default: 24)")
-    parser.add_argument("--samples", type=_positive, default=8, help="rollouts per task (default: 8)")
+    parser.add_argument("--samples", type=_positive, default=6, help="rollouts per task (default: 6)")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling (default: 0)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: runs/<time>)")
     parser.add_argument("--plain", action="store_true", help="lines instead of a live table")
@@ -253,7 +255,9 @@ class RunDirectory:
     def summary(self, seconds: float) -> str:
         """The last words of a run."""
         rewards = [step.reward for step in self.steps if step.reward is not None]
-        curve = f"{rewards[0]:.2f} -> {rewards[-1]:.2f}" if rewards else "none"
+        last = rewards[-min(SUMMARY_STEPS, len(rewards) // 2) :] if len(rewards) > 1 else rewards
+        curve = f"{rewards[0]:.2f} -> {fmean(last):.2f}" if rewards else "none"
+        curve += f" (mean of the last {len(last)})" if len(last) > 1 else ""
         failures = sum(step.failures for step in self.steps)
         failed = f", {failures} failed rollouts" if failures else ""
         files = "rollouts.jsonl" + (", reward.svg" if self.steps else "")
