@@ -153,8 +153,10 @@ async def test_a_marked_retry_gets_the_earlier_answer_an_unmarked_one_is_a_sampl
         rows = await gateway.finish_session(client.session.session_id)
     assert len(backend.calls) == 3
     abandoned, kept = rows
-    assert abandoned.metadata["abandoned"] and not any(abandoned.loss_mask)
-    assert kept.metadata["abandoned_turns"] == 1 and not kept.metadata["abandoned"]
+    assert abandoned.metadata["abandoned"]
+    assert not any(abandoned.loss_mask)
+    assert kept.metadata["abandoned_turns"] == 1
+    assert not kept.metadata["abandoned"]
     assert check_records(rows) == len(encode("two<|im_end|>") + encode("three<|im_end|>"))
 
 

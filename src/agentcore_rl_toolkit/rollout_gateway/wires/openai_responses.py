@@ -42,7 +42,7 @@ _HONOURED = {
 }  # fmt: skip
 _KNOWN = frozenset(_HONOURED | _NUMBERS.keys() | _CANNOT | _NO_EFFECT)
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_TEXTS = {"input_text", "output_text", "text", "refusal"}
+_TEXTS = ("input_text", "output_text", "text", "refusal")
 
 _Group = list[Any]
 """Items that follow each other and are one message: what an assistant said, or one item of another kind."""
@@ -300,7 +300,7 @@ def _text(content: object, path: str) -> str:
     texts = []
     for i, part in enumerate(a_list(content, path)):
         kind = an_object(part, f"{path}[{i}]").get("type")
-        if kind not in _TEXTS:
+        if not isinstance(kind, str) or kind not in _TEXTS:
             raise bad_request(f"{path}[{i}]", f"parts of type {kind!r} are not supported, only text")
         name = "refusal" if kind == "refusal" else "text"
         texts.append(a_string(part.get(name), f"{path}[{i}].{name}"))
