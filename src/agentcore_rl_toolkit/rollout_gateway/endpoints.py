@@ -20,6 +20,7 @@ from .sessions import Session
 from .traces import Turn
 from .wires import Answer, AnthropicMessages, Choice, OpenAIChat, OpenAIResponses, Wire, WireRequest
 from .wires.base import bad_request, dumps
+from .wires.volatile import without_volatile
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def count_tokens_handler(gateway: RolloutGateway, wire: AnthropicMessages) -> Ha
     """How long the prompt of a request would be; nothing is sampled or kept."""
 
     async def serve(session: Session, http: web.Request) -> web.StreamResponse:
-        request = wire.decode(await _json_body(http), counting=True)
+        request = wire.decode(await _body(session, http), counting=True)
         return _json({"input_tokens": await gateway.count_tokens(session, request)})
 
     return _handler(gateway, wire, serve)
@@ -86,7 +87,7 @@ def _handler(gateway: RolloutGateway, wire: Wire, serve: Serve) -> Handler:
 
 
 async def _decode(gateway: RolloutGateway, wire: Wire, session: Session, http: web.Request) -> WireRequest:
-    body = await _json_body(http)
+    body = await _body(session, http)
     if isinstance(wire, OpenAIResponses) and body.get("previous_response_id") is not None:
         request = wire.decode(body, session.recall(body["previous_response_id"]))
     else:
@@ -355,6 +356,11 @@ def _session(gateway: RolloutGateway, http: web.Request) -> Session:
 def _is_retry(http: web.Request) -> bool:
     count = http.headers.get(_RETRY_HEADER, "0")
     return (count.isdecimal() and int(count[:9]) >= 1) or "Idempotency-Key" in http.headers
+
+
+async def _body(session: Session, http: web.Request) -> dict[str, Any]:
+    body = await _json_body(http)
+    return without_volatile(body, session.volatile) if session.volatile else body
 
 
 async def _json_body(http: web.Request) -> dict[str, Any]:

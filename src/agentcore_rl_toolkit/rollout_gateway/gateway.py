@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -129,6 +130,7 @@ class RolloutGateway:
         min_response_tokens: int = 1,
         max_turns: int | None = None,
         max_total_tokens: int | None = None,
+        volatile: Sequence[str] = (),
     ) -> Session:
         """Open a session. Without ``session_id`` its key can't be guessed; with one (at least 20 characters) the id
         is the key. Callable from any thread. The limits: see :class:`Session`."""
@@ -141,6 +143,7 @@ class RolloutGateway:
             min_response_tokens=min_response_tokens,
             max_turns=max_turns,
             max_total_tokens=max_total_tokens,
+            volatile=[re.compile(pattern) for pattern in volatile],
         )
 
     async def finish_session(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -29,7 +30,8 @@ class Session:
 
     ``sampling_defaults`` < the request < ``sampling_overrides``. ``max_context_tokens``: window of the model, 0 =
     unlimited. ``min_response_tokens``: a request whose prompt leaves less room is refused. ``max_turns``,
-    ``max_total_tokens`` (sampled tokens): None = unlimited.
+    ``max_total_tokens`` (sampled tokens): None = unlimited. ``volatile``: what to take out of system prompts, because
+    a harness changes it with every request and each would begin a new conversation.
     """
 
     session_id: str
@@ -41,6 +43,7 @@ class Session:
     min_response_tokens: int = 1
     max_turns: int | None = None
     max_total_tokens: int | None = None
+    volatile: list[re.Pattern[str]] = field(default_factory=list)
     created: float = field(default_factory=time.time)
     tree: TokenTree = field(default_factory=TokenTree, repr=False)
     sampled_tokens: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import ContextLengthExceeded, GatewayError
@@ -80,7 +80,8 @@ class AnthropicMessages:
             sampling["stop"] = stop_strings(a_list(body["stop_sequences"], "stop_sequences"), "stop_sequences")
         # The system prompt is no message on this wire; in front of them it is compared like one.
         first = 1 if body.get("system") else 0
-        raw = [{"role": "system", "content": body["system"]}, *messages] if first else messages
+        raw = [{"role": "system", "content": body["system"]}] if first else []
+        raw += map(_without_cache_control, messages)
 
         def decode_messages(start: int) -> list[Message]:
             decoded = []
@@ -278,6 +279,15 @@ def _object_of(text: str) -> dict[str, Any] | None:
 
 
 # -- requests --------------------------------------------------------------------------------------------
+
+
+def _without_cache_control(message: Any) -> Any:
+    """Clients move the mark to the newest message, and an earlier request would no longer be the beginning."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list) or not any(isinstance(b, Mapping) and "cache_control" in b for b in content):
+        return message
+    blocks = [{k: v for k, v in b.items() if k != "cache_control"} if isinstance(b, Mapping) else b for b in content]
+    return {**message, "content": blocks}
 
 
 def _system(content: object) -> Message:
