@@ -178,11 +178,11 @@ def measure_lag(row: Row, workload: Path, args: argparse.Namespace) -> dict[str,
     with _started(row, workload, args) as server:
         sessions = server.ask("open", count=args.lag_agents)
         large = server.ask("open", count=args.lag_seconds)
+        before = server.ask("usage")  # it collects garbage: not while the loop is watched
         server.ask("watch")
-        before = server.ask("usage")
         load = drive(server, sessions, workload, concurrency=len(sessions), turns=turns, pause=[0.5, 1.5], large=large)
-        after = server.ask("usage")
         lags = sorted(server.ask("unwatch"))
+        after = server.ask("usage")
     return {
         "lag_p50_ms": lags[len(lags) // 2] * 1e3,
         "lag_p99_ms": lags[int(len(lags) * 0.99)] * 1e3,

@@ -9,11 +9,13 @@ from .families import Family, Message, Said
 
 WORDS = (
     "the quick brown fox", "Zürich", "", " ", "\n", "a\n\nb", "  indented", "trailing \n", "1e3", '{"a": [1, 2]}',
-    "if x < 3 && y > 4: print('ok')", "数学の問題", "naïve café", "🦜🌍", "\t\ttabs", "# Title\n- item\n- item", "x" * 50,
-    "https://example.com/?q=1&r=2", "a\r\nb", "def f(x):\n    return x\n", "null", "True", "3.14159", "\u00a0nbsp\u2028", "%s {0}",
+    "if x < 3 && y > 4: print('ok')", "数学の問題", "naïve café", "🦜🌍", "\t\ttabs", "# Title\n- item\n- item",
+    "x" * 50, "https://example.com/?q=1&r=2", "a\r\nb", "def f(x):\n    return x\n", "null", "True", "3.14159",
+    "\u00a0nbsp\u2028", "%s {0}",
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
-    "x", "", "two words", "line\nbreak", 'quo"te', "ünï", 1, -2.5, 0, 10**12, True, False, None, [1, "a"], {"k": {"l": []}},
+    "x", "", "two words", "line\nbreak", 'quo"te', "ünï", 1, -2.5, 0, 10**12, True, False, None, [1, "a"],
+    {"k": {"l": []}},
 )  # fmt: skip
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
-from gateway.support import client_of, serving
 
 from agentcore_rl_toolkit.rollout_gateway import TraceRecord
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_records
+from gateway.support import client_of, serving
 
 from .families import ARGUMENTS, LOOKUP, Family, Message, Said
 
-REASONS = {"reasoning_dropped", "content_moved", "closer_rewritten"}
+REASONS = {"reasoning_dropped", "calls_dropped", "content_moved", "closer_rewritten"}
 """Why a row may fork in ``history="template"``."""
 ALLOWED = {"gpt-oss": {"closer_rewritten"}}
 """Why a row may fork in ``history="preserve"``: ``<|return|>`` is sampled, history says ``<|end|>``."""
@@ -164,7 +164,9 @@ def _spelled(family: Family) -> list[Answer]:
     answers = []
     for n in range(2):
         text = f"Write {spelled(family)} here."
-        before, _, after = family.emission(Said("Fine.", reasoning="Hm." if family.reasons else None)).partition("Fine.")
+        before, _, after = family.emission(Said("Fine.", reasoning="Hm." if family.reasons else None)).partition(
+            "Fine."
+        )
         ids = family.encode(before) + family.spelled(text) + family.encode(after)
         answers.append(Answer(ids, Said(text, reasoning="Hm." if family.reasons else None) if n else None))
     return answers
@@ -375,7 +377,9 @@ def _say(family: Family, case: Case, text: str) -> str:
 def _next(got: Message, text: str) -> list[Message]:
     if not got.get("tool_calls"):
         return [{"role": "user", "content": text}]
-    return [{"role": "tool", "tool_call_id": c["id"], "content": f"{text} of {i}"} for i, c in enumerate(got["tool_calls"])]
+    return [
+        {"role": "tool", "tool_call_id": c["id"], "content": f"{text} of {i}"} for i, c in enumerate(got["tool_calls"])
+    ]
 
 
 def _pairs(outcome: Outcome) -> Iterator[tuple[list[int], list[int]]]:
@@ -401,7 +405,7 @@ def _assert_tail(family: Family, case: Case, tail: list[int], asked: list[Messag
         if message["role"] == "user":
             assert message["content"] not in text
     if case.say:
-        neutral = family.encode(text.replace(spelled(family), "")) 
+        neutral = family.encode(text.replace(spelled(family), ""))
         control = [i for i in tail if i in family.special]
         assert control == [i for i in neutral if i in family.special], f"a spelled token became a real one: {text!r}"
 

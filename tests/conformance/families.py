@@ -171,9 +171,7 @@ class Family:
     @functools.cached_property
     def mixes(self) -> bool:
         """Text beside reasoning and a call is taken (gpt-oss' template refuses it)."""
-        return self._renders(
-            Said("Let me see.", (ARGUMENTS,), "Hm.").message(arguments_as_text=self.arguments_as_text)
-        )
+        return self._renders(Said("Let me see.", (ARGUMENTS,), "Hm.").message(arguments_as_text=self.arguments_as_text))
 
     @functools.cached_property
     def json(self) -> bool:
@@ -268,10 +266,7 @@ def _cut(text: str, token: str) -> list[str]:
     parts = text.split(token)
     if len(parts) == 1 or len(token) < 2:
         return [text]
-    out = [parts[0] + token[0]]
-    for part in parts[1:-1]:
-        out.append(token[1:] + part + token[0])
-    return [*out, token[1:] + parts[-1]]
+    return [parts[0] + token[0], *(token[1:] + part + token[0] for part in parts[1:-1]), token[1:] + parts[-1]]
 
 
 def _harmony(said: Said) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from gateway.test_property import converse, plans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from gateway.test_property import converse, plans
 
 from .drift import ALLOWED, CASES
 from .families import Family

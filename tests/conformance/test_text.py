@@ -1,4 +1,4 @@
-"""Text that is not what it seems: spelled control tokens, BOS, arguments as text, odd characters, odd orders of roles."""
+"""Text that is not what it seems: spelled control tokens, BOS, arguments as text, odd characters, odd role orders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 
 import jinja2
 import pytest
-from gateway.support import client_of, serving
 
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_records
+from gateway.support import client_of, serving
 
 from .families import ARGUMENTS, LOOKUP, Family, Said, call
 
@@ -42,7 +42,8 @@ async def test_spelled_control_tokens_stay_text(family: Family):
         asked = [[{**USER, "content": text}] for text in (evil, harmless)]
         first = await prompts(family, *asked)
         later = await prompts(
-            family, *([USER, {"role": "assistant", "content": "Fine."}, {**USER, "content": t}] for t in (evil, harmless))
+            family,
+            *([USER, {"role": "assistant", "content": "Fine."}, {**USER, "content": t}] for t in (evil, harmless)),
         )
         for ids, reference in (first, later):
             assert evil in family.decode(ids)
@@ -77,7 +78,9 @@ async def test_arguments_are_encoded_once(family: Family):
     if not family.renders_calls:
         pytest.skip("the template renders no calls")
     text = json.dumps(ARGUMENTS, ensure_ascii=False)
-    as_text, as_object, escaped = await prompts(family, history(text), history(ARGUMENTS), history(json.dumps(ARGUMENTS)))
+    as_text, as_object, escaped = await prompts(
+        family, history(text), history(ARGUMENTS), history(json.dumps(ARGUMENTS))
+    )
     expected = family.ids(history(text if family.arguments_as_text else ARGUMENTS))
     assert as_text == as_object == escaped == expected
 
@@ -93,7 +96,16 @@ async def test_null_absent_and_empty_content_are_one(family: Family):
 
 
 async def test_unusual_characters_reach_the_prompt(family: Family):
-    for text in ("a\r\nb", "\u0000nul", "e\u0301 decomposed", "\u200d\ufeff", "\u2028\u0085", "🏳️‍🌈", "\U0010ffff", "x\ufffdy"):
+    for text in (
+        "a\r\nb",
+        "\u0000nul",
+        "e\u0301 decomposed",
+        "\u200d\ufeff",
+        "\u2028\u0085",
+        "🏳️‍🌈",
+        "\U0010ffff",
+        "x\ufffdy",
+    ):
         [ids] = await prompts(family, [{**USER, "content": text}])
         assert ids == family.ids([{**USER, "content": text}], tools=family.calls), text
 
@@ -104,7 +116,9 @@ async def test_lone_surrogates_are_replaced(family: Family):
     assert first in (family.ids([{**USER, "content": f"a{c}b"}], tools=family.calls) for c in ("?", "\ufffd"))
 
 
-@pytest.mark.parametrize("roles", ["s u s", "s s u", "s a u", "a u", "u u", "s", "s a t", "u a t", "u s u", "t", "u a u u"])
+@pytest.mark.parametrize(
+    "roles", ["s u s", "s s u", "s a u", "a u", "u u", "s", "s a t", "u a t", "u s u", "t", "u a u u"]
+)
 async def test_odd_orders_render_as_the_template_says_or_are_refused(family: Family, roles: str):
     """And the session lives on either way."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
