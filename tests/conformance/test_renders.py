@@ -51,8 +51,7 @@ def check_tails(family: Family, messages: list[Message], errors: tuple[type[Exce
         if not (said.startswith(prompt) and len(body) >= len(prompt) and whole.startswith(body + stop)):
             continue  # the template rewrites the answer: there is nothing to compare with
         output = family.encode(body[len(prompt) :] + stop)
-        held = family.encode(prompt) + output
-        tail = family.renderer.extend(held, len(output), answer, new)
+        tail = family.renderer.extend(output, answer, new)
         assert tail == family.encode(whole[len(body) :])[1:]
         compared += 1
     return compared

@@ -245,6 +245,7 @@ class RolloutGateway:
             raise GatewayError(400, str(error), kind="invalid_request_error", param="messages") from error
         if rendered.fork:
             fork, parent = rendered.fork, None
+        # A list of its own: an engine may keep it.
         ids = parent.tokens() + rendered.new_ids if parent else list(rendered.new_ids)
         return _Prompt(request, place.key, place.depth, parent, rendered.new_ids, ids, fork, rendered.divergence)
 
@@ -266,7 +267,7 @@ class RolloutGateway:
         if self.history == "template" and (reason := self._template_fork(request, parent)):
             return _Rendered(self._render_whole(request), fork=reason)
         answer = assistant_message(parent.message, parent.call_ids)
-        tail = self.renderer.extend(parent.tokens(), len(parent.output_ids), answer, place.new, **variables)
+        tail = self.renderer.extend(parent.output_ids, answer, place.new, **variables)
         if isinstance(tail, Fork):
             return _Rendered(self._render_whole(request), fork=tail.reason)
         return _Rendered(tail, divergence=self.renderer.usual_divergence(answer, place.new, **variables))
@@ -353,7 +354,6 @@ class RolloutGateway:
             key=chain([answer], (), start=prompt.key)[0],
             prompt_key=prompt.key,
             fork=prompt.fork,
-            held=prompt.ids + output,
             asked=(prompt.request.raw_messages, prompt.request.tools),
         )
         if prompt.divergence:
@@ -365,7 +365,7 @@ class RolloutGateway:
     ) -> AsyncIterator[TurnRecord]:
         """The engine's answer in one or more pieces. Closing the iterator aborts the engine."""
         request: dict[str, Any] = {
-            "prompt_ids": list(prompt_ids),  # a copy: an engine may keep it
+            "prompt_ids": prompt_ids,
             "sampling_params": dict(params),
             "session_id": session_id,
         }

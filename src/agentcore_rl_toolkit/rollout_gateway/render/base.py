@@ -31,11 +31,11 @@ class Renderer(Protocol):
         ...
 
     def extend(
-        self, held: Sequence[int], sampled: int, answer: Message, new: Sequence[Message], **variables: Any
+        self, sampled: Sequence[int], answer: Message, new: Sequence[Message], **variables: Any
     ) -> list[int] | Fork:
-        """The tokens to append to ``held`` so that it goes on with ``new`` and a generation prompt.
+        """The tokens that lead from an answer to the next: its closer, ``new`` and a generation prompt.
 
-        The last ``sampled`` tokens of ``held`` are the engine's answer, ``answer`` is its message. O(new messages).
+        ``sampled``: the answer's tokens as the engine gave them, ``answer`` its message. O(new messages).
         Raises ``RenderError``.
         """
         ...

@@ -76,7 +76,7 @@ class HfTemplateRenderer:
         )
 
     def extend(
-        self, held: Sequence[int], sampled: int, answer: Message, new: Sequence[Message], **variables: Any
+        self, sampled: Sequence[int], answer: Message, new: Sequence[Message], **variables: Any
     ) -> list[int] | Fork:
         if (bool(answer.get("tool_calls")), new[0]["role"]) in self._unlike:
             return Fork("splice_differs")
@@ -84,15 +84,16 @@ class HfTemplateRenderer:
             text = self._traits.splicer.tail(answer, [self._for_template(m) for m in new], **variables)
         except NotAppended:
             return Fork("content_moved")
-        if held[-1] not in self.stop_token_ids:  # cut off: what closes the answer is context, like the rest
-            if self._reasoning_is_open(answer, held[len(held) - sampled :]):
+        last = sampled[-1]
+        if last not in self.stop_token_ids:  # cut off: what closes the answer is context, like the rest
+            if self._reasoning_is_open(answer, sampled):
                 text = self._traits.reasoning_closer + text
             return self._text.encode(text)
         tail = self._text.encode(text)
         closer = self._closers[bool(answer.get("tool_calls"))]
-        if held[-1] in tail[: len(closer) or 1]:  # the model has begun what the template would write here
-            return tail[tail.index(held[-1]) + 1 :]
-        if held[-1] in self._closers[False]:
+        if last in tail[: len(closer) or 1]:  # the model has begun what the template would write here
+            return tail[tail.index(last) + 1 :]
+        if last in self._closers[False]:
             # The template writes another closer into history than the one the model samples (gpt-oss).
             return Fork("closer_rewritten")
         return tail

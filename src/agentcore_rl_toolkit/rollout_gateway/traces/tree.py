@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -18,6 +18,9 @@ from ..parsed import ParsedMessage
 
 MAX_TIPS = 64
 """Branches of a session that are kept ready to be continued cheaply; older ones still work, at more cost."""
+
+
+MAX_VOCABULARY = 1 << 21
 
 
 class TurnState(IntEnum):
@@ -82,8 +85,8 @@ class Turn:
             return self.held
         ids: list[int] = []
         for turn in self.path():
-            ids.extend(turn.new_ids)
-            ids.extend(turn.output_ids)
+            ids.extend(_shared(turn.new_ids))
+            ids.extend(_shared(turn.output_ids))
         return ids
 
 
@@ -95,7 +98,7 @@ class TokenTree:
         self.ties = 0
         """How often two siblings matched a request equally well; the later delivered one was taken."""
         self._by_key: dict[bytes, list[Turn]] = {}
-        self._tips: list[Turn] = []
+        self._tips: dict[Turn, None] = {}  # in the order they came
         self._delivered = 0
 
     def match(self, messages: Sequence[Message], keys: Sequence[bytes]) -> Turn | None:
@@ -127,7 +130,7 @@ class TokenTree:
 
     def tips(self) -> Sequence[Turn]:
         """Turns that nothing was built on yet, the last :data:`MAX_TIPS` of them, oldest first."""
-        return self._tips
+        return list(self._tips)
 
     def twin(self, turn: Turn, answer: Message) -> Turn | None:
         """Of ``turn`` and its siblings that said the same, the one a client means that replays it as ``answer``
@@ -150,21 +153,25 @@ class TokenTree:
 
     def add(self, turn: Turn) -> None:
         """Keep a sampled turn (prepared). Its parent, if it was only prepared, is thereby delivered."""
+        held = []
         if turn.parent is not None:
             self.deliver(turn.parent)
             turn.parent.extended = True
+            held = turn.parent.tokens()  # at a tip its own list, which moves on to this turn
             self._forget(turn.parent)
+        held.extend(_shared(turn.new_ids))
+        held.extend(_shared(turn.output_ids))
+        turn.held = held
         if len(self._tips) >= MAX_TIPS:
-            self._forget(self._tips[0])
-        self._tips.append(turn)
+            self._forget(next(iter(self._tips)))
+        self._tips[turn] = None
         self.turns.append(turn)
         self._by_key.setdefault(turn.key, []).append(turn)
 
     def _forget(self, turn: Turn) -> None:
         """Drop what only a tip needs; a branch that comes back to it rebuilds the tokens from the path."""
         turn.held = turn.asked = None
-        if turn in self._tips:
-            self._tips.remove(turn)
+        self._tips.pop(turn, None)
 
     def deliver(self, turn: Turn) -> None:
         """The client has the whole answer."""
@@ -176,6 +183,19 @@ class TokenTree:
     def delivered(self) -> list[Turn]:
         """Delivered turns in delivery order."""
         return sorted((t for t in self.turns if t.state is TurnState.DELIVERED), key=lambda t: t.order)
+
+
+_INTS: list[int] = []
+
+
+def _shared(ids: array[int]) -> Iterable[int]:
+    """The ids as int objects that all lists share: a held token costs a pointer, not an object of its own."""
+    top = max(ids, default=0)
+    if top >= len(_INTS):
+        if top >= MAX_VOCABULARY:
+            return ids
+        _INTS.extend(range(len(_INTS), top + 1))
+    return map(_INTS.__getitem__, ids)
 
 
 def _same_reasoning(turn: Turn, messages: Sequence[Message]) -> bool:
