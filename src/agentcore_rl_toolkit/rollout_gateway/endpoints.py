@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
@@ -14,12 +13,13 @@ from typing import Any
 from aiohttp import web
 
 from ..errors import GatewayError
+from .fastjson import dumps, loads
 from .gateway import CallIdBook, RolloutGateway
 from .parsed import Delta
 from .sessions import Session
 from .traces import Turn
 from .wires import Answer, AnthropicMessages, Choice, OpenAIChat, OpenAIResponses, Wire, WireRequest
-from .wires.base import bad_request, dumps
+from .wires.base import bad_request
 from .wires.volatile import without_volatile
 
 logger = logging.getLogger(__name__)
@@ -69,21 +69,25 @@ def _handler(gateway: RolloutGateway, wire: Wire, serve: Serve) -> Handler:
                 return await serve(session, http)
             finally:
                 session.requests.discard(task)
-        except GatewayError as error:
-            return _error_response(wire, error)
-        except web.HTTPRequestEntityTooLarge:
-            return _error_response(
-                wire, GatewayError(413, f"the request is over {MAX_BODY} bytes", kind="request_too_large")
-            )
-        except RecursionError:
-            return _error_response(wire, bad_request("body", "nested too deeply"))
-        except Exception:
-            logger.exception("a request failed inside the gateway")
-            return _error_response(
-                wire, GatewayError(500, "internal error of the gateway; see its log", kind="internal_error")
-            )
+        except ConnectionError:  # the client hung up; an engine's are GatewayErrors
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
+            return _error_response(wire, _told(error))
 
     return handle
+
+
+def _told(error: Exception) -> GatewayError:
+    """What a client is told of an exception: never its text, unless that was written for clients."""
+    match error:
+        case GatewayError():
+            return error
+        case web.HTTPRequestEntityTooLarge():
+            return GatewayError(413, f"the request is over {MAX_BODY} bytes", kind="request_too_large")
+        case RecursionError():
+            return bad_request("body", "nested too deeply")
+    logger.error("a request failed inside the gateway", exc_info=error)
+    return GatewayError(500, "internal error of the gateway; see its log", kind="internal_error")
 
 
 async def _decode(gateway: RolloutGateway, wire: Wire, session: Session, http: web.Request) -> WireRequest:
@@ -147,10 +151,11 @@ class _Exchange:
                 if self._request.kept_items is not None:
                     self._encode(answer)
                 await out.write(encoder.finish(answer))
-            except GatewayError as error:
-                if not response.prepared:
+            except Exception as error:
+                if not response.prepared or isinstance(error, ConnectionError):
                     raise
-                await out.write(encoder.error(error))
+                # Too late for a status: the stream says it. An answer of its own would garble it.
+                await out.write(encoder.error(_told(error)))
                 await response.write_eof()
                 return response
         await response.write_eof()
@@ -365,7 +370,7 @@ async def _body(session: Session, http: web.Request) -> dict[str, Any]:
 
 async def _json_body(http: web.Request) -> dict[str, Any]:
     try:
-        body = json.loads(await http.read())
+        body = loads(await http.read())
     except (ValueError, RecursionError) as error:
         raise bad_request("body", f"not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -299,16 +299,17 @@ class RolloutGateway:
         logprobs: list[float] = []
         versions: list[int | None] = []
         finish_reason = ""
-        async for record in self._engine(prompt.ids, params, session.session_id):
-            if problem := check_output(record.output_ids, record.output_log_probs):
-                raise GatewayError(502, f"the engine's answer is unusable: {problem}", kind="engine_error")
-            output += record.output_ids
-            logprobs += record.output_log_probs
-            versions += _versions(record)
-            finish_reason = record.finish_reason
-            deltas = parser.feed(record.output_ids)
-            if on_deltas and deltas:
-                await on_deltas(deltas)
+        async with aclosing(self._engine(prompt.ids, params, session.session_id)) as records:
+            async for record in records:
+                if problem := check_output(record.output_ids, record.output_log_probs):
+                    raise GatewayError(502, f"the engine's answer is unusable: {problem}", kind="engine_error")
+                output += record.output_ids
+                logprobs += record.output_log_probs
+                versions += _versions(record)
+                finish_reason = record.finish_reason
+                deltas = parser.feed(record.output_ids)
+                if on_deltas and deltas:
+                    await on_deltas(deltas)
         if finish_reason not in ("stop", "length") or not output:
             raise GatewayError(
                 503,
@@ -362,7 +363,7 @@ class RolloutGateway:
 
     async def _engine(
         self, prompt_ids: list[int], params: dict[str, Any], session_id: str
-    ) -> AsyncIterator[TurnRecord]:
+    ) -> AsyncGenerator[TurnRecord]:
         """The engine's answer in one or more pieces. Closing the iterator aborts the engine."""
         request: dict[str, Any] = {
             "prompt_ids": prompt_ids,

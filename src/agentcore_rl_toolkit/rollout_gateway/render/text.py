@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 # Put after the first character of a control token spelled in content, so that neither the template nor the
 # tokenizer takes it for the real one; taken out again before encoding. U+10FFFD is private use.
 GUARD = "\U0010fffd"
+# Characters with a meaning of their own in here (the other one marks the stubs of splice.py) are no content.
+_RESERVED = re.compile("[\U0010fffc\U0010fffd]")
 
 LONG_TEXT = 4096
 """Characters from which a text is worth a worker thread (about 2 ms of encoding)."""
@@ -26,6 +31,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self._fast = _fast_encoder(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         # Runs of spaces that some vocabularies add are no markers, and a single character can't be guarded.
         control = {i: token for i, token in added.items() if len(token.content.strip()) > 1}
@@ -37,8 +43,7 @@ class TextEncoder:
 
     def guard(self, text: str, *, special_only: bool = False) -> str:
         """``text`` with every control token in it broken by :data:`GUARD` (and stray guards removed)."""
-        if GUARD in text:
-            text = text.replace(GUARD, "")
+        text = _RESERVED.sub("", text)
         pattern = self._find_special if special_only else self.find_control
         return pattern.sub(lambda m: m[0][0] + GUARD + m[0][1:], text)
 
@@ -47,6 +52,8 @@ class TextEncoder:
         text = text.encode("utf-8", "replace").decode("utf-8") if _has_surrogate(text) else text
         if GUARD in text:
             return self._encode_guarded(text)
+        if self._fast is not None:
+            return list(self._fast.encode(text, add_special_tokens=False).ids)
         if len(text) < LONG_TEXT:
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         # encode() holds the interpreter lock, encode_batch() doesn't: long texts come from worker threads.
@@ -75,6 +82,36 @@ class TextEncoder:
             spec["post_processor"] = None
             self._plain = Tokenizer.from_str(json.dumps(spec))
         return self._plain
+
+
+_SAMPLES = [
+    "plain words, and more: don't!", " leading\n\n  and\ttrailing \r\n ", "1234567890 3.14 1e-9 0x7f",
+    "Ünï ©ødé ✓ 日本語 \U0001f600\u200d",
+    'def f(x):\n    return {"a": [1, 2], "b": None}\n', "aaaaaaaaaaaaaaaa <b>&amp;</b> ====",
+    "e\u0301 \u1100\u1161 \u00a0 \u2028", "",
+]  # fmt: skip
+
+
+def _fast_encoder(tokenizer: Tokenizer) -> Any:
+    """fastokens over the same vocabulary where it is installed and gives the same ids, else None."""
+    try:
+        import fastokens
+    except ModuleNotFoundError:
+        return None
+    try:
+        fast = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
+        control = "".join(token.content + "x" for token in tokenizer.get_added_tokens_decoder().values())
+        for text in [*_SAMPLES, "".join(_SAMPLES), control]:
+            if (
+                list(fast.encode(text, add_special_tokens=False).ids)
+                != tokenizer.encode(text, add_special_tokens=False).ids
+            ):
+                logger.warning("fastokens gives other ids for this vocabulary; tokenizers is used")
+                return None
+    except Exception as error:  # noqa: BLE001 - foreign code and an optional speed-up: the other encoder serves
+        logger.warning("fastokens can't load this vocabulary (%s); tokenizers is used", error)
+        return None
+    return fast
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

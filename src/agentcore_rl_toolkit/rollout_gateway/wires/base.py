@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...errors import GatewayError
+from ..fastjson import dumps
 from ..messages import Message, Tool
 from ..parsed import Delta, ParsedMessage
 
@@ -225,14 +225,6 @@ def ignored(body: JSON, known: frozenset[str]) -> Sequence[str]:
 
 
 # -- writing events --------------------------------------------------------------------------------------------
-
-
-def dumps(value: Any) -> bytes:
-    """Compact JSON. Where a text holds half a surrogate pair, which UTF-8 can't say, everything is escaped."""
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def event(data: JSON, name: str = "") -> bytes:
