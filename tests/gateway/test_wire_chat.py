@@ -10,6 +10,7 @@ import pytest
 
 from agentcore_rl_toolkit.errors import EngineError
 from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, endpoints, server
+from agentcore_rl_toolkit.rollout_gateway.parsed import ContentDelta
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_records
 
 from .support import CALCULATOR, TINY, GenerateOnly, client_of, encode, serving
@@ -372,3 +373,32 @@ async def test_half_characters_of_utf16_do_no_harm(wire):
             answer = await talker.ask([said], tools=[CALCULATOR], stream=stream)
             result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "\udfff"}
             await talker.ask([said, answer, result], tools=[CALCULATOR], stream=stream)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_fault_of_our_own_in_the_middle_ends_the_stream_in_the_wires_words(wire, caplog):
+    class Faulty:
+        """A parser of somebody's own with a bug."""
+
+        def __init__(self, **_: Any) -> None:
+            self.fed = 0
+
+        def feed(self, ids: Any) -> list[Any]:
+            self.fed += 1
+            if self.fed == 2:
+                raise KeyError("secret detail")
+            return [ContentDelta("one")]
+
+    backend = ScriptedBackend([encode("one two three<|im_end|>")] * 2, chunk=1)
+    async with (
+        serving(backend, rendered_by=HfTemplateRenderer(TINY, parser=Faulty)) as gateway,
+        client_of(gateway) as client,
+    ):
+        talker = WIRES[wire](client)
+        for stream in (False, True):
+            status, data = await talker.post(talker.body([USER], stream=stream))
+            assert (status, isinstance(data, list)) == (200 if stream else 500, stream)
+            assert talker.error(data) == "internal error of the gateway; see its log"
+        assert backend.aborted == 2
+        assert await gateway.finish_session(client.session.session_id) == []
+    assert len(caplog.records) == 2

@@ -322,7 +322,7 @@ class RolloutGateway:
         for index, call in enumerate(message.tool_calls):
             call_ids(index, call.id)
         turn = self._turn(session, prompt, message, call_ids.ids, finish_reason, output, logprobs)
-        turn.policy_versions = versions if any(v is not None for v in versions) else None
+        turn.policy_versions = versions if versions.count(None) < len(versions) else None
         turn.info.update(sampling=params, exact_logprobs=_exact(params))
         if parser.stop_sequence:
             turn.info["stop_sequence"] = parser.stop_sequence
@@ -463,7 +463,9 @@ def _locate(tree: TokenTree, request: WireRequest) -> _Place:
         answer, new = (rest[0], rest[1:]) if rest else ({"role": ""}, [])
         # With another answer further on, a deeper turn may match: the whole history decides.
         if answer["role"] == "assistant" and all(message["role"] != "assistant" for message in new):
-            replayed = chain([answer], (), start=tip.prompt_key)[0] == tip.key
+            replayed = answer == assistant_message(tip.message, tip.call_ids) or (
+                chain([answer], (), start=tip.prompt_key)[0] == tip.key
+            )
             if new and replayed and (turn := tree.twin(tip, answer)):
                 key = chain(new, (), start=turn.key)[-1]
                 return _Place(turn, _with_own_ids(new, answer, turn), key, turn.depth + len(new))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import logging
-import secrets
-import string
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,8 +146,7 @@ class HfTemplateRenderer:
         if parsed_id:
             return parsed_id
         # Nine alphanumerics please every template that looks at ids; the client sees nothing odd in them.
-        alphabet = string.ascii_letters + string.digits
-        return "".join(secrets.choice(alphabet) for _ in range(9))
+        return base64.b32encode(os.urandom(6)).decode()[:9]
 
     # -- preparing messages for the template ---------------------------------------------------------------
 

@@ -6,6 +6,7 @@ root to a node, concatenated, is exactly what the engine saw and produced. Nothi
 
 from __future__ import annotations
 
+import contextlib
 import math
 from array import array
 from collections.abc import Iterable, Sequence
@@ -185,6 +186,7 @@ class TokenTree:
         return sorted((t for t in self.turns if t.state is TurnState.DELIVERED), key=lambda t: t.order)
 
 
+_ROUNDING = 1e-3  # some engines round log(1) to a little above 0
 _INTS: list[int] = []
 
 
@@ -212,9 +214,10 @@ def check_output(output_ids: Sequence[int], logprobs: Sequence[float]) -> str | 
     """What is wrong with (a piece of) an engine's answer, or None. Never padded, cut or guessed."""
     if len(output_ids) != len(logprobs):
         return f"{len(output_ids)} token ids but {len(logprobs)} logprobs"
+    with contextlib.suppress(TypeError):  # a None among them
+        if all(map(math.isfinite, logprobs)) and max(logprobs, default=0.0) <= _ROUNDING:
+            return None
     for i, logprob in enumerate(logprobs):
-        if logprob is None or not math.isfinite(logprob):
-            return f"logprob {i} is {logprob}"
-        if logprob > 1e-3:
-            return f"logprob {i} is {logprob}, above 0"
+        if logprob is None or not math.isfinite(logprob) or logprob > _ROUNDING:
+            return f"logprob {i} is {logprob}: a finite number not above 0 is required"
     return None

@@ -70,6 +70,8 @@ class Grammar:
         self.open, self.close = mark(form.open), mark(form.close)
         self.section = (mark(form.section[0]), mark(form.section[1])) if form.section else ("", "")
         self.think = (mark(form.think.open), mark(form.think.close)) if form.think else ("", "")
+        self._think_ids = {i for i, mark in vocabulary.marks.items() if mark in self.think}
+        self._thinks_by_token = all(map(has_mark, self.think))
         self.call = form.call(vocabulary) if form.call else None
         # Without its section, and inside another call, a marker counts only if ordinary text can't forge it.
         sure = self.open if has_mark(self.open) else ""
@@ -84,7 +86,7 @@ class Grammar:
 
     def _prompt_end(self, prompt_ids: Sequence[int]) -> tuple[str, int]:
         """The thinking marker that the prompt ends with (``""``: none of the two), and the newlines after it."""
-        if not self.think[0]:
+        if not self.think[0] or (self._thinks_by_token and self._think_ids.isdisjoint(prompt_ids[-_PROMPT_END:])):
             return "", 0
         end = TokenReader(self.vocabulary, at_start=False).read(prompt_ids[-_PROMPT_END:])
         stripped = end.rstrip()
