@@ -402,3 +402,19 @@ async def test_a_fault_of_our_own_in_the_middle_ends_the_stream_in_the_wires_wor
         assert backend.aborted == 2
         assert await gateway.finish_session(client.session.session_id) == []
     assert len(caplog.records) == 2
+
+
+async def test_choices_keep_their_order_though_the_last_ends_first():
+    texts = ["first and long, longer than the others", "second, shorter", "third"]
+    answers = iter(["ok", *texts])
+    backend = ScriptedBackend(lambda _: encode(next(answers) + "<|im_end|>"), chunk=1, delay=0.002)
+    async with serving(backend) as gateway, client_of(gateway) as client:
+        history = [USER, await Chat(client).ask([USER]), USER]
+        for headers in ({}, {"x-stainless-retry-count": "1"}):
+            _, data = await Chat(client).post({"messages": history, "n": 3}, headers=headers)
+            assert [choice["message"]["content"] for choice in data["choices"]] == texts
+        assert len(backend.calls) == 4
+        assert backend.calls[1][0] == backend.calls[2][0] == backend.calls[3][0]
+        rows = await gateway.finish_session(client.session.session_id)
+    assert [row.metadata["turns"][1]["choice"] for row in rows] == [0, 1, 2]
+    assert check_records(rows) == sum(len(encode(text + "<|im_end|>")) for text in ["ok", *texts])

@@ -11,18 +11,19 @@ from .render.base import Renderer
 from .traces import Turn
 
 
-def place_prompt(renderer: Renderer, tips: Sequence[Turn], prompt: str | list[int]) -> tuple[Turn | None, list[int]]:
+def place_prompt(
+    renderer: Renderer, tips: Sequence[tuple[Turn, list[int]]], prompt: str | list[int]
+) -> tuple[Turn | None, list[int]]:
     """``(parent, new ids)``: the tip whose tokens, or whose text, this prompt goes on from, and what is new since.
 
     Text that says the same as held tokens is not tokenized again.
     """
     parent: Turn | None = None
     length = 0
-    for turn in tips:
-        held = turn.tokens()
+    for turn, held in tips:
         # Last things first: it tells most turns apart at once.
         if isinstance(prompt, str):
-            text = renderer.decode(held) if turn.rendered_by_client else ""
+            text = renderer.decode(held)
             if length < len(text) < len(prompt) and prompt.startswith(text):
                 parent, length = turn, len(text)
         elif (n := len(held)) > length and n < len(prompt) and prompt[n - 1] == held[-1] and prompt[:n] == held:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ..errors import GatewayError
 from .fastjson import dumps, loads
-from .gateway import CallIdBook, RolloutGateway
+from .gateway import CallIdBook, OnDeltas, RolloutGateway
 from .parsed import Delta
 from .sessions import Session
 from .traces import Turn
@@ -162,35 +162,10 @@ class _Exchange:
         self._deliver(turns)
         return response
 
-    async def _turns(
-        self, books: list[CallIdBook], send: Callable[[list[Delta], int], Awaitable[None]] | None = None
-    ) -> list[Turn]:
-        """The answers: one, or ``n`` sampled side by side. If one fails, none is kept."""
-
-        def take(choice: int) -> Awaitable[Turn]:
-            async def on_deltas(deltas: list[Delta]) -> None:
-                assert send is not None
-                await send(deltas, choice)
-
-            return self._gateway.take_turn(
-                self._session,
-                self._request,
-                retry=self._retry,
-                choice=choice,
-                call_ids=books[choice],
-                on_prompt=self._on_prompt,
-                on_deltas=on_deltas if send else None,
-            )
-
-        if len(books) == 1:
-            return [await take(0)]
-        tasks = [asyncio.ensure_future(take(choice)) for choice in range(len(books))]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+    async def _turns(self, books: list[CallIdBook], send: OnDeltas | None = None) -> list[Turn]:
+        return await self._gateway.take_turns(
+            self._session, self._request, books, retry=self._retry, on_prompt=self._on_prompt, on_deltas=send
+        )
 
     def _on_prompt(self, tokens: int) -> None:
         self._prompt_tokens = tokens

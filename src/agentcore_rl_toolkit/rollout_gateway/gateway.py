@@ -12,7 +12,7 @@ import re
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ContextLengthExceeded, EngineError, GatewayError, RenderError
@@ -29,7 +29,8 @@ from .wires import WireRequest
 logger = logging.getLogger(__name__)
 
 History = Literal["preserve", "template"]
-OnDeltas = Callable[[list[Delta]], Awaitable[None]]
+OnDeltas = Callable[[list[Delta], int], Awaitable[None]]
+"""Called with new deltas, and which of the request's answers they belong to."""
 
 DEFAULT_MAX_TOKENS = 4096
 """Limit of an answer for which nobody named one: engines' own defaults (16, 256, …) cut answers silently."""
@@ -182,37 +183,55 @@ class RolloutGateway:
 
     # -- one turn ------------------------------------------------------------------------------------------
 
-    async def take_turn(
+    async def take_turns(
         self,
         session: Session,
         request: WireRequest,
+        call_ids: Sequence[CallIdBook],
         *,
         retry: bool = False,
-        choice: int = 0,
-        call_ids: CallIdBook | None = None,
         on_prompt: Callable[[int], None] | None = None,
         on_deltas: OnDeltas | None = None,
-    ) -> Turn:
-        """Sample the answer to a request and keep it as a prepared turn; the caller says when it is delivered.
+    ) -> list[Turn]:
+        """Sample the answer to a request, or its ``n`` answers side by side, and keep them as prepared turns; the
+        caller says when they are delivered. If one fails, none will be.
 
-        ``retry``: the client says it sent this request before; it gets the earlier answer if there is one.
-        ``choice``: which of the request's ``n`` answers this is. ``on_prompt``: told the prompt's length in tokens.
-        ``on_deltas``: called with what is new of the answer while it is sampled. Cancelling aborts the engine and
-        leaves no trace. Raises ``GatewayError``.
+        ``call_ids``: one for each answer. ``retry``: the client says it sent this request before; it gets the earlier
+        answers if they are there. ``on_prompt``: told the prompt's length in tokens. ``on_deltas``: called with what is
+        new of which answer while it is sampled. Cancelling aborts the engine and leaves no trace. Raises
+        ``GatewayError``.
         """
         prompt = await self._prompt(session, request)
         if on_prompt:
             on_prompt(len(prompt.ids))
-        if retry and (earlier := await _earlier_answer(session, prompt, choice)):
+        if retry and (earlier := await _earlier_answers(session, prompt)):
             if on_deltas:
-                await on_deltas(replay(earlier))
+                for choice, turn in enumerate(earlier):
+                    await on_deltas(replay(turn), choice)
             return earlier
-        if choice == 0:
-            _check_budget(session, prompt)
+        _check_budget(session, request.n)
+        if request.n == 1:
+            return [await self._take_turn(session, prompt, 0, call_ids[0], on_deltas)]
+        tasks = [
+            asyncio.ensure_future(
+                self._take_turn(session, replace(prompt, ids=list(prompt.ids)), choice, call_ids[choice], on_deltas)
+            )
+            for choice in range(request.n)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _take_turn(
+        self, session: Session, prompt: _Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
+    ) -> Turn:
         answered: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         session.in_flight[prompt.key] = answered
         try:
-            turn = await self._sample(session, prompt, call_ids or CallIdBook(self.renderer), on_deltas)
+            turn = await self._sample(session, prompt, choice, call_ids, on_deltas)
             answered.set_result(turn)
             return turn
         finally:
@@ -251,7 +270,9 @@ class RolloutGateway:
 
     async def _given_prompt(self, tree: TokenTree, request: WireRequest, prompt: str | list[int]) -> _Prompt:
         """A prompt that the client rendered itself."""
-        parent, new = await asyncio.to_thread(place_prompt, self.renderer, list(tree.tips()), prompt)
+        # Copies: a tip's list moves on when another request is answered.
+        tips = [(t, list(t.tokens())) for t in tree.tips() if t.rendered_by_client or not isinstance(prompt, str)]
+        parent, new = await asyncio.to_thread(place_prompt, self.renderer, tips, prompt)
         ids = parent.tokens() + new if parent else new
         key = prompt_key(ids)
         fork = "new_conversation" if tree.turns and parent is None else None
@@ -284,7 +305,7 @@ class RolloutGateway:
         return self.renderer.divergence(messages, parent.depth, request.tools, **request.variables)
 
     async def _sample(
-        self, session: Session, prompt: _Prompt, call_ids: CallIdBook, on_deltas: OnDeltas | None
+        self, session: Session, prompt: _Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
     ) -> Turn:
         params = self._sampling_params(session, prompt)
         plain = prompt.request.prompt is not None
@@ -309,7 +330,7 @@ class RolloutGateway:
                 finish_reason = record.finish_reason
                 deltas = parser.feed(record.output_ids)
                 if on_deltas and deltas:
-                    await on_deltas(deltas)
+                    await on_deltas(deltas, choice)
         if finish_reason not in ("stop", "length") or not output:
             raise GatewayError(
                 503,
@@ -324,12 +345,14 @@ class RolloutGateway:
         turn = self._turn(session, prompt, message, call_ids.ids, finish_reason, output, logprobs)
         turn.policy_versions = versions if versions.count(None) < len(versions) else None
         turn.info.update(sampling=params, exact_logprobs=_exact(params))
+        if prompt.request.n > 1:
+            turn.info["choice"] = choice
         if parser.stop_sequence:
             turn.info["stop_sequence"] = parser.stop_sequence
         session.tree.add(turn)
         session.sampled_tokens += len(output)
         if on_deltas and deltas:
-            await on_deltas(deltas)
+            await on_deltas(deltas, choice)
         return turn
 
     def _turn(
@@ -423,14 +446,15 @@ def replay(turn: Turn) -> list[Delta]:
     return deltas
 
 
-async def _earlier_answer(session: Session, prompt: _Prompt, choice: int) -> Turn | None:
+async def _earlier_answers(session: Session, prompt: _Prompt) -> list[Turn]:
+    """What this very request was answered before, or is being answered; empty where it was not."""
     n = prompt.request.n
     if n == 1 and (running := session.in_flight.get(prompt.key)):
         await asyncio.wait([running])
         if not running.cancelled() and running.exception() is None:
-            return running.result()
+            return [running.result()]
     found = session.tree.siblings(prompt.key, prompt.parent)
-    return found[choice - n] if len(found) >= n else None
+    return sorted(found[-n:], key=lambda turn: turn.info.get("choice", 0)) if len(found) >= n else []
 
 
 async def _drain(session: Session, wait: float) -> None:
@@ -444,10 +468,8 @@ async def _drain(session: Session, wait: float) -> None:
         await asyncio.wait(running)
 
 
-def _check_budget(session: Session, prompt: _Prompt) -> None:
-    n = prompt.request.n
-    others = len(session.in_flight) - (n > 1 and prompt.key in session.in_flight)
-    if session.max_turns is not None and len(session.tree.turns) + others + n > session.max_turns:
+def _check_budget(session: Session, n: int) -> None:
+    if session.max_turns is not None and len(session.tree.turns) + len(session.in_flight) + n > session.max_turns:
         raise GatewayError(400, f"the session's {session.max_turns} turns are used up", kind="turn_limit_exceeded")
     if session.max_total_tokens is not None and session.sampled_tokens >= session.max_total_tokens:
         raise GatewayError(
