@@ -131,8 +131,6 @@ def measure(row: Row, server: Server, workload: Path, turns: int, args: argparse
 def run_row(row: Row, workload: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All conversation lengths in one fresh process, shortest first."""
     with _started(row, workload, args) as server:
-        drive(server, server.ask("open", count=8), workload, concurrency=8, turns=3)  # imports, caches, probes
-        server.ask("finish")
         return [measure(row, server, workload, turns, args) for turns in args.turns]
 
 
@@ -143,7 +141,10 @@ def _started(row: Row, workload: Path, args: argparse.Namespace) -> Iterator[Ser
         if row.kind == "rllm":
             upstream = stack.enter_context(Server(Row("upstream", "upstream"), workload, args.tokenizer))
             options["upstream"] = f"http://127.0.0.1:{upstream.port}"
-        yield stack.enter_context(Server(row, workload, args.tokenizer, **options))
+        server = stack.enter_context(Server(row, workload, args.tokenizer, **options))
+        drive(server, server.ask("open", count=8), workload, concurrency=8, turns=3)  # imports, caches, probes
+        server.ask("finish")
+        yield server
 
 
 def measure_memory(row: Row, workload: Path, args: argparse.Namespace) -> dict[str, Any]:

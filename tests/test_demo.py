@@ -284,3 +284,17 @@ def test_any_rewards_make_a_curve_inside_its_frame(rewards):
     for circle in root.findall(f"{SVG}circle"):
         assert 0 <= float(circle.get("cx")) <= 640
         assert 0 <= float(circle.get("cy")) <= 360
+
+
+@pytest.mark.parametrize(("redirect", "code"), [(">/dev/full", 1), (">&-", 0), ("| head -1", 141)])
+def test_odd_outputs_are_no_traceback(tmp_path, redirect, code):
+    command = f'"{sys.executable}" -m agentcore_rl_toolkit demo --plain --steps 2 --samples 1 --out run'
+    ended = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} {redirect}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,6 +17,7 @@ _SUBCOMMANDS = ("local.cli", "local.demo")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit code. A ``ToolkitError`` is one line on stderr, not a traceback."""
+    _open_standard_streams()
     parser = argparse.ArgumentParser(
         prog="agentcore-rl",
         description="Reinforcement learning for agents on Amazon Bedrock AgentCore Runtime.",
@@ -30,5 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ToolkitError as error:
         print(f"agentcore-rl: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does: nothing more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(f"agentcore-rl: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail again
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Put /dev/null where a standard stream was closed (``>&-``): a socket must not become somebody's stdout."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))

@@ -199,11 +199,11 @@ class _Batch:
         session = self._open(slot)
         try:
             verdict = await self._run_agent(slot, session, clock)
+            records = await self._finish(slot, session, verdict)
             if session is not None:  # an agent may have put its key into a result or an error
                 redactor = Redactor([session.api_key])
                 verdict.result = redactor.values(verdict.result)
                 verdict.error = redactor.values(verdict.error)
-            records = await self._finish(slot, session, verdict)
         except BaseException:
             await self._discard(session)
             raise

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 
 import aiohttp
 import pytest
 
-from agentcore_rl_toolkit.errors import ContractError, EngineError
+from agentcore_rl_toolkit.errors import ContractError, EngineError, SetupError
 from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, RolloutGateway, Status, ThreadedGatewayServer
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_records, oracle_logprobs
 
@@ -383,3 +384,54 @@ def test_the_threaded_server_serves_any_thread_and_loop():
         rows = asyncio.run(server.finish_session(session.session_id))
         assert check_records(rows, sampled_twice=True) == 2 * len(encode("x<|im_end|>"))
     server.shutdown()  # twice is no error
+
+
+async def test_equal_parallel_requests_count_as_turns():
+    backend = ScriptedBackend(lambda _: encode("word<|im_end|>"), delay=0.05)
+    async with serving(backend) as gateway, client_of(gateway, max_turns=2) as client:
+        answers = await asyncio.gather(*(client.post({"messages": [USER]}) for _ in range(6)))
+        assert sorted(status for status, _ in answers) == [200, 200, 400, 400, 400, 400]
+        assert len(await gateway.finish_session(client.session.session_id)) == 2
+
+
+async def test_ending_a_session_twice_does_not_tell_its_key():
+    async with serving(ScriptedBackend([])) as gateway:
+        session = gateway.create_session()
+        await gateway.finish_session(session.session_id)
+        with pytest.raises(KeyError) as error:
+            await gateway.finish_session(session.session_id)
+        assert session.api_key.rpartition(".")[2] not in repr(error.value)
+
+
+async def test_the_servers_own_loop_may_call_it_and_sees_the_real_error():
+    server = ThreadedGatewayServer(RolloutGateway(backend=ScriptedBackend([]), renderer=HfTemplateRenderer(TINY)))
+
+    async def there():
+        session = server.create_session()
+        assert await server.finish_session(session.session_id) == []
+        with pytest.raises(KeyError):
+            await server.finish_session(session.session_id)
+
+    with server:
+        assert server._loop is not None
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), server._loop))
+
+
+@pytest.mark.parametrize(("host", "port"), [("0.0.0.0", 0), ("127.0.0.1", 99999), ("203.0.113.1", 0)])
+def test_addresses_that_are_not_to_be_had_are_setup_errors(host, port):
+    gateway = RolloutGateway(backend=ScriptedBackend([]), renderer=HfTemplateRenderer(TINY))
+    with pytest.raises(SetupError, match=r"base_url|another address"):
+        ThreadedGatewayServer(gateway, host=host, port=port).start()
+    assert not any(thread.name == "rollout-gateway" for thread in threading.enumerate())
+
+
+def test_an_ipv6_address_makes_a_url():
+    gateway = RolloutGateway(backend=ScriptedBackend([]), renderer=HfTemplateRenderer(TINY))
+    try:
+        server = ThreadedGatewayServer(gateway, host="::1").start()
+    except SetupError:
+        pytest.skip("no IPv6 on this machine")
+    try:
+        assert server.create_session().base_url.startswith(f"http://[::1]:{server.port}/sessions/")
+    finally:
+        server.shutdown()

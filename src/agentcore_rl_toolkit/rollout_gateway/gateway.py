@@ -113,6 +113,8 @@ class RolloutGateway:
     ) -> None:
         if history not in ("preserve", "template"):
             raise ValueError(f"history: 'preserve' or 'template', not {history!r}")
+        if abandoned not in ("mask", "train"):
+            raise ValueError(f"abandoned: 'mask' or 'train', not {abandoned!r}")
         self.backend, self.renderer, self.history, self.model = backend, renderer, history, model
         self.base_url = base_url.rstrip("/")
         self._defaults, self._overrides = sampling_defaults or {}, sampling_overrides or {}
@@ -230,11 +232,13 @@ class RolloutGateway:
     ) -> Turn:
         answered: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         session.in_flight[prompt.key] = answered
+        session.sampling += 1
         try:
             turn = await self._sample(session, prompt, choice, call_ids, on_deltas)
             answered.set_result(turn)
             return turn
         finally:
+            session.sampling -= 1
             answered.cancel()  # no effect once it has a result
             if session.in_flight.get(prompt.key) is answered:
                 del session.in_flight[prompt.key]
@@ -256,7 +260,9 @@ class RolloutGateway:
             )
         parent, fork = place.parent, _fork_reason(session.tree, place)
         try:
-            if parent and sum(len(message["content"]) for message in place.new) < _INLINE_CHARACTERS:
+            # With the template's history the whole conversation is rendered: that is no work for the event loop.
+            size = sum(len(message["content"]) for message in place.new)
+            if parent and self.history == "preserve" and size < _INLINE_CHARACTERS:
                 rendered = self._render_new(request, place)
             else:
                 rendered = await asyncio.to_thread(self._render_new, request, place)
@@ -469,7 +475,7 @@ async def _drain(session: Session, wait: float) -> None:
 
 
 def _check_budget(session: Session, n: int) -> None:
-    if session.max_turns is not None and len(session.tree.turns) + len(session.in_flight) + n > session.max_turns:
+    if session.max_turns is not None and len(session.tree.turns) + session.sampling + n > session.max_turns:
         raise GatewayError(400, f"the session's {session.max_turns} turns are used up", kind="turn_limit_exceeded")
     if session.max_total_tokens is not None and session.sampled_tokens >= session.max_total_tokens:
         raise GatewayError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -46,8 +45,9 @@ class ThreadedGatewayServer:
     """A gateway served from a thread with an event loop of its own, for trainers of any kind.
 
     ``host``, ``port``: where to listen; port 0 takes a free one. ``start()`` returns when it listens; ``base_url`` is
-    its address with ``/v1``. The session methods may be called from any thread and any event loop. Also a context
-    manager.
+    its address with ``/v1``. To listen on all addresses (``0.0.0.0``), give the gateway the ``base_url`` by which
+    agents reach it: sessions hand it out. The session methods may be called from any thread and any event loop.
+    Also a context manager.
     """
 
     def __init__(self, gateway: RolloutGateway, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -58,22 +58,30 @@ class ThreadedGatewayServer:
 
     @property
     def base_url(self) -> str:
-        return f"http://{self.host}:{self.port}/v1"
+        return f"{self._origin}/v1"
+
+    @property
+    def _origin(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def start(self) -> ThreadedGatewayServer:
         """Listen. Raises ``SetupError`` where the address is not to be had."""
         if self._thread is not None:
             raise RuntimeError("the server is already started")
+        if self.host in ("", "0.0.0.0", "::") and not self.gateway.base_url:
+            raise SetupError(
+                f"host {self.host!r} is no address that agents can reach: "
+                "pass RolloutGateway(base_url='http://<address of this machine>:<port>') too"
+            )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-gateway", daemon=True)
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             self.shutdown()
-            raise SetupError(
-                f"can't listen on {self.host}:{self.port}: {error.strerror}; choose another port"
-            ) from error
+            reason = getattr(error, "strerror", None) or error
+            raise SetupError(f"can't listen on {self.host}:{self.port}: {reason}; choose another address") from error
         return self
 
     def shutdown(self) -> None:
@@ -113,19 +121,18 @@ class ThreadedGatewayServer:
         site = web.TCPSite(runner, self.host, self.port)
         try:
             await site.start()
-        except OSError:
+        except BaseException:
             await runner.cleanup()
             raise
         self._runner = runner
         self.port = runner.addresses[0][1]
         if not self.gateway.base_url:
-            self.gateway.base_url = f"http://{self.host}:{self.port}"
+            self.gateway.base_url = self._origin
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
             coroutine.close()
             raise RuntimeError("the server is not started")
-        with contextlib.suppress(RuntimeError):
-            if asyncio.get_running_loop() is self._loop:
-                return await coroutine
+        if asyncio.get_running_loop() is self._loop:
+            return await coroutine
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))

@@ -47,6 +47,8 @@ class Session:
     created: float = field(default_factory=time.time)
     tree: TokenTree = field(default_factory=TokenTree, repr=False)
     sampled_tokens: int = 0
+    sampling: int = 0
+    """Answers being sampled now."""
     in_flight: dict[bytes, asyncio.Future[Turn]] = field(default_factory=dict, repr=False)
     """Answers being sampled, by the key of their prompt: what a retry may join."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
@@ -130,9 +132,11 @@ class SessionStore:
         )
 
     def pop(self, session_id: str) -> Session:
-        """Take a session out, by its id or key; raises ``KeyError`` for one that is not live."""
+        """Take a session out, by its id or key; raises ``KeyError`` (without the key) for one that is not live."""
         key = session_id if session_id in self._by_key else f"{session_id}.{self._mac(session_id)}"
-        session = self._by_key.pop(key)
+        session = self._by_key.pop(key, None)
+        if session is None:
+            raise KeyError("no live session has this id")
         if session.api_key == session.session_id:
             self._ended[_digest(key)] = None
             while len(self._ended) > _REMEMBERED:

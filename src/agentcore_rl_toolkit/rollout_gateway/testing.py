@@ -1,6 +1,6 @@
 """Engines for tests: yours and ours.
 
-:class:`ScriptedBackend` says what it is told to say. Its logprobs come from :func:`oracle_logprob`, a hash of every
+:class:`ScriptedBackend` says what it is told to say. Its logprobs come from :func:`oracle_logprobs`, a hash of every
 token before and the token itself: a trained token with a wrong prefix, a shifted mask or a second copy shows as a
 wrong number, whatever path led there (:func:`check_records`).
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import EngineError
 from .sampling import TokenChunk, TurnRecord
 from .traces.record import TraceRecord
 
@@ -99,7 +100,10 @@ class ScriptedBackend:
         **media: Any,
     ) -> AsyncIterator[TokenChunk]:
         self.calls.append((prompt_ids, sampling_params))
-        answer = list(self.script(prompt_ids) if callable(self.script) else next(self._answers or iter(())))
+        answer = self.script(prompt_ids) if callable(self.script) else next(self._answers or iter(()), None)
+        if not answer:
+            raise EngineError("the script has no more answers" if answer is None else "the script's answer is empty")
+        answer = list(answer)
         output = answer[: sampling_params["max_tokens"]]
         reason = "stop" if len(output) == len(answer) else "length"
         logprobs = oracle_logprobs(prompt_ids, output)
