@@ -370,6 +370,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args()
     args.turns.sort()
+    args.tokenizer, args.envs = args.tokenizer.resolve(), args.envs.resolve()
     return args
 
 
