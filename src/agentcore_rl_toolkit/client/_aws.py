@@ -221,7 +221,7 @@ class Aws:
                 data: bytes = stream.read()
             return data
 
-        return await asyncio.get_running_loop().run_in_executor(self._polls, call)
+        return await self.in_thread(call)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._polls, work)

@@ -21,7 +21,6 @@ logger = logging.getLogger("agentcore_rl_toolkit.client")
 _MISSING = frozenset({"NoSuchKey", "404"})
 # Without s3:ListBucket, a missing key reads as "forbidden".
 _FORBIDDEN = frozenset({"AccessDenied", "403", "Forbidden"})
-_WARN_AFTER = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +84,9 @@ class ResultPoller:
 
     async def _watch(self, future: asyncio.Future[dict[str, Any]], bucket: str, key: str, intervals: Intervals) -> None:
         delay = intervals.initial
-        looks = 0
         while not future.done():
             await asyncio.sleep(delay * random.uniform(0.9, 1.1))
             await self.look(future, bucket, key)
-            looks += 1
             delay = min(delay * intervals.factor, intervals.longest)
 
     def _not_there(self, future: asyncio.Future[dict[str, Any]], bucket: str, key: str, error: aws.ClientError) -> None:
