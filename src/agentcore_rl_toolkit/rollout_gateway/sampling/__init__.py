@@ -1,5 +1,5 @@
 """Sampling engines: token ids -> token ids + logprobs."""
 
-from .base import SamplingBackend, SamplingParams, StreamingBackend, TokenChunk, TurnRecord
+from .base import SamplingBackend, SamplingParams, StreamingBackend, TokenChunk, TurnRecord, collect
 
-__all__ = ["SamplingBackend", "SamplingParams", "StreamingBackend", "TokenChunk", "TurnRecord"]
+__all__ = ["SamplingBackend", "SamplingParams", "StreamingBackend", "TokenChunk", "TurnRecord", "collect"]

@@ -51,18 +51,25 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class TokenChunk:
-    """Some tokens of a streamed answer. Exactly one chunk, the last, has a ``finish_reason``."""
+    """Some tokens of a streamed answer. Exactly one chunk, the last, has a ``finish_reason``.
+
+    ``policy_version``: as in :class:`TurnRecord`: one int, or one per token of this chunk.
+    """
 
     output_ids: list[int]
     output_log_probs: list[float]
-    policy_version: int | None = None
+    policy_version: int | list[int] | None = None
     finish_reason: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable
 class SamplingBackend(Protocol):
-    """A token-in/token-out engine. Implement :meth:`generate`; add ``stream`` to stream for real."""
+    """A token-in/token-out engine. Implement :meth:`generate`; add ``stream`` to stream for real.
+
+    An engine may declare two limits as attributes. ``min_new_tokens``: the smallest ``max_tokens`` it takes (1).
+    ``stop_kind``: which stops it honours, ``"ids"``, ``"strings"`` or ``"both"`` (the default).
+    """
 
     async def generate(
         self,
@@ -88,3 +95,21 @@ class StreamingBackend(SamplingBackend, Protocol):
         session_id: str | None = None,
         **media: Any,
     ) -> AsyncIterator[TokenChunk]: ...
+
+
+async def collect(chunks: AsyncIterator[TokenChunk], prompt_ids: list[int]) -> TurnRecord:
+    """A streamed answer in one piece: what ``generate`` of an engine that streams returns."""
+    record = TurnRecord(prompt_ids=prompt_ids, output_ids=[], finish_reason="", output_log_probs=[])
+    versions: list[int | None] = []
+    async for chunk in chunks:
+        record.output_ids += chunk.output_ids
+        record.output_log_probs += chunk.output_log_probs
+        record.finish_reason = chunk.finish_reason or record.finish_reason
+        record.extra.update(chunk.extra)
+        version = chunk.policy_version
+        versions += version if isinstance(version, list) else [version] * len(chunk.output_ids)
+    known = [version for version in versions if version is not None]
+    if known:
+        one = len(known) == len(versions) and len(set(known)) == 1
+        record.policy_version = known[0] if one else known
+    return record

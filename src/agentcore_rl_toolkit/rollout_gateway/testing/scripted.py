@@ -1,4 +1,4 @@
-"""Engines for tests: yours and ours.
+"""An engine that says what it is told, and the proof of what becomes of it.
 
 :class:`ScriptedBackend` says what it is told to say. Its logprobs come from :func:`oracle_logprobs`, a hash of every
 token before and the token itself: a trained token with a wrong prefix, a shifted mask or a second copy shows as a
@@ -8,7 +8,6 @@ wrong number, whatever path led there (:func:`check_records`).
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -16,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import EngineError
-from .sampling import TokenChunk, TurnRecord
-from .traces.record import TraceRecord
+from ...errors import EngineError
+from ..sampling import TokenChunk, TurnRecord, collect
+from ..traces.record import TraceRecord
 
 Script = Callable[[list[int]], Sequence[int]] | Iterable[Sequence[int]]
 
@@ -82,14 +81,7 @@ class ScriptedBackend:
         **media: Any,
     ) -> TurnRecord:
         """The whole answer in one piece, for engines that cannot stream."""
-        chunks = [c async for c in self.stream(prompt_ids=prompt_ids, sampling_params=sampling_params)]
-        return TurnRecord(
-            prompt_ids=prompt_ids,
-            output_ids=list(itertools.chain.from_iterable(c.output_ids for c in chunks)),
-            output_log_probs=list(itertools.chain.from_iterable(c.output_log_probs for c in chunks)),
-            finish_reason=chunks[-1].finish_reason or "stop",
-            policy_version=self.policy_version,
-        )
+        return await collect(self.stream(prompt_ids=prompt_ids, sampling_params=sampling_params), prompt_ids)
 
     async def stream(
         self,

@@ -1,0 +1,238 @@
+"""What every engine behind HTTP shares: one pool of connections, time limits, retries before the first token, SSE."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import aiohttp
+
+from ...errors import EngineError
+from ..fastjson import dumps, loads
+
+RETRY_AFTER = 1.0
+"""Seconds named to the client where the engine names none."""
+
+_TRANSIENT = frozenset({408, 425, 429, 502, 503, 504})
+_MAX_RETRY_AFTER = 60.0
+_MAX_ERROR = 65_536
+_DETAIL = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds; None = unlimited. ``connect``: to open a connection. ``idle``: until the first token and between two
+    pieces of a streamed answer; it covers queueing and prefill. ``total``: one whole request."""
+
+    connect: float | None = 10.0
+    idle: float | None = 600.0
+    total: float | None = 3600.0
+
+
+class HttpEngine:
+    """Base of engines that are spoken to over HTTP.
+
+    ``base_url``: address of the server. ``api_key``: sent as Bearer token. ``headers``: sent with every request.
+    ``retries``: how often a request is sent again after a connection failed or the server was busy (408, 425, 429,
+    502, 503, 504), and only while nothing of an answer has arrived. An ``EngineError`` with ``retry_after`` says that
+    the same request may succeed later or elsewhere; without, it will not.
+
+    Each event loop has its own pool of connections; :meth:`aclose` (or ``async with``) closes the running loop's.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeouts: Timeouts = Timeouts(),
+        retries: int = 2,
+    ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url: an http:// or https:// address is required, got {base_url!r}")
+        self.base_url, self.timeouts, self.retries = base_url.rstrip("/"), timeouts, retries
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = WeakKeyDictionary()
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    async def get_json(self, path: str) -> Any:
+        """The JSON answer to a GET. Raises ``EngineError``."""
+        async with self._answer("GET", path, None, None, idle=True) as response:
+            return await self._json(response)
+
+    async def post_json(self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None) -> Any:
+        """The JSON answer to a POST; None for an empty one. Cancelling closes the connection, which aborts the
+        engine. Only ``timeouts.total`` limits the wait. Raises ``EngineError``."""
+        async with self._answer("POST", path, dumps(body), headers, idle=False) as response:
+            return await self._json(response)
+
+    async def events(
+        self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Any]:
+        """The JSON values of a POST's server-sent events, up to ``[DONE]`` or the end of the answer.
+
+        Closing the iterator or cancelling closes the connection, which aborts the engine. Raises ``EngineError``,
+        also for an event that is an error or a connection that breaks.
+        """
+        async with self._answer("POST", path, dumps(body), headers, idle=True) as response:
+            try:
+                async for line in _lines(response.content):
+                    if line.startswith(b"error:"):  # some servers name the event instead of the value
+                        raise self._refusal(response.status, line[6:].strip())
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        await response.read()  # the end of the body: only then the connection can be used again
+                        return
+                    event = self._parse(data)
+                    if isinstance(event, dict) and event.get("error"):
+                        raise self._refusal(_status_of(event["error"], response.status), data)
+                    yield event
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise self._lost(error) from error
+
+    # -- connections -------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections. The engine may be used again afterwards."""
+        if pool := self._pools.pop(asyncio.get_running_loop(), None):
+            await pool.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _pool(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        pool = self._pools.get(loop)
+        if pool is None or pool.closed:
+            # No limit: the engine queues better than we do, and a waiting request would look like a slow engine.
+            pool = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30), cookie_jar=aiohttp.DummyCookieJar()
+            )
+            self._pools[loop] = pool
+        return pool
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str] | None, *, idle: bool
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A 200 answer whose body is still to be read, after as many retries as are allowed."""
+        attempt = 0
+        while True:
+            try:
+                response = await self._send(method, path, data, headers, idle=idle)
+                break
+            except EngineError as error:
+                if error.retry_after is None or isinstance(error.__cause__, TimeoutError) or attempt >= self.retries:
+                    raise
+                delay = min(max(error.retry_after, 0.1 * 2**attempt), _MAX_RETRY_AFTER)
+            attempt += 1
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+        try:
+            yield response
+        finally:
+            response.close()  # no effect once the body has been read
+
+    async def _send(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str] | None, *, idle: bool
+    ) -> aiohttp.ClientResponse:
+        limits = aiohttp.ClientTimeout(
+            total=self.timeouts.total,
+            sock_connect=self.timeouts.connect,
+            sock_read=self.timeouts.idle if idle else None,
+        )
+        try:
+            response = await self._pool().request(
+                method,
+                self.base_url + path,
+                data=data,
+                headers={**self._headers, **(headers or {})},
+                timeout=limits,
+                allow_redirects=False,
+            )
+            if response.status == 200:
+                return response
+            try:
+                text = await response.content.read(_MAX_ERROR)
+            finally:
+                response.close()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._lost(error) from error
+        raise self._refusal(response.status, text, response.headers.get("Retry-After"))
+
+    async def _json(self, response: aiohttp.ClientResponse) -> Any:
+        try:
+            data = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._lost(error) from error
+        value = self._parse(data) if data.strip() else None
+        if isinstance(value, dict) and value.get("error"):
+            raise self._refusal(_status_of(value["error"], response.status), data)
+        return value
+
+    # -- errors ------------------------------------------------------------------------------------------
+
+    def _parse(self, data: bytes) -> Any:
+        try:
+            return loads(data)
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{self.base_url} answered what is no JSON: {_text(data)}") from error
+
+    def _lost(self, error: Exception) -> EngineError:
+        reason = str(error) or type(error).__name__
+        return EngineError(f"{self.base_url} could not be reached or broke off: {reason}", retry_after=RETRY_AFTER)
+
+    def _refusal(self, status: int, data: bytes, retry_after: str | None = None) -> EngineError:
+        seconds: float | None = None
+        if status in _TRANSIENT:
+            plain = (retry_after or "").strip()
+            seconds = min(float(plain), _MAX_RETRY_AFTER) if plain.isascii() and plain.isdecimal() else RETRY_AFTER
+        error = StatusError(f"{self.base_url} answered {status}: {_text(data)}", retry_after=seconds)
+        error.status = status
+        return error
+
+
+class StatusError(EngineError):
+    """The server refused a request. ``status``: its HTTP status, or the one named in an error inside a stream."""
+
+    status: int = 0
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length (aiohttp's own reader has a limit, which routed experts exceed)."""
+    parts: list[bytes] = []
+    async for data in content.iter_any():
+        if b"\n" not in data:
+            parts.append(data)
+            continue
+        first, *lines = data.split(b"\n")
+        yield b"".join((*parts, first))
+        parts = [lines.pop()]
+        for line in lines:
+            yield line
+    if any(parts):
+        yield b"".join(parts)
+
+
+def _status_of(error: Any, default: int) -> int:
+    """The HTTP status that an error inside an answer names."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and not isinstance(code, bool) and 400 <= code < 600 else default
+
+
+def _text(data: bytes) -> str:
+    text = data[: _DETAIL * 4].decode("utf-8", "replace").strip()
+    return text[:_DETAIL] + ("…" if len(text) > _DETAIL else "")

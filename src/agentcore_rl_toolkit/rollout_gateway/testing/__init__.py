@@ -1,0 +1,15 @@
+"""What we test with, for your tests too: a scripted engine, the proof of every trained token, the engines' suite."""
+
+from .conformance import ENGINE_CHECKS, EngineUnderTest, Skipped, check_engine
+from .scripted import Script, ScriptedBackend, check_records, oracle_logprobs
+
+__all__ = [
+    "ENGINE_CHECKS",
+    "EngineUnderTest",
+    "Script",
+    "ScriptedBackend",
+    "Skipped",
+    "check_engine",
+    "check_records",
+    "oracle_logprobs",
+]
