@@ -31,6 +31,7 @@ __all__ = [
     "make_session_id",
     "result_key",
     "result_outcome",
+    "result_reward",
     "success_result",
     "to_jsonable",
 ]
@@ -230,6 +231,26 @@ def result_outcome(result: Mapping[str, Any]) -> Outcome:
     except ValueError:  # an agent's own error object, or one of an older toolkit
         return Outcome.AGENT_FAILED
     return Outcome.AGENT_FAILED if outcome in (Outcome.SUCCEEDED, Outcome.TRUNCATED) else outcome
+
+
+def result_reward(result: Mapping[str, Any]) -> float | None:
+    """``rewards`` (or ``reward``): a number, or a list whose last entry counts; None if there is none.
+
+    Raises ``ContractError`` for what is no finite number.
+    """
+    name = "rewards" if result.get("rewards") is not None else "reward"
+    value = result.get(name)
+    if isinstance(value, list):
+        value = value[-1] if value else None
+    if value is None:
+        return None
+    try:
+        reward = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise ContractError(f"{name}: a finite number is required, got {str(value)[:100]!r}")
+    return reward
 
 
 # -- identity --------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ._redact import Redactor
 from .errors import ContractError, Outcome, RolloutError, SetupError
-from .protocol import dumps, make_input_id, make_session_id, result_outcome
+from .protocol import dumps, make_input_id, make_session_id, result_outcome, result_reward
 
 if TYPE_CHECKING:
     from .client import RolloutClient
@@ -296,27 +295,10 @@ def _judge(result: dict[str, Any]) -> _Verdict:
     if outcome is not Outcome.SUCCEEDED:
         return _Verdict(outcome, result=result, error=str(result.get("stop_reason") or "the agent gave no reason"))
     try:
-        reward = _reward(result)
+        reward = result_reward(result)
     except ContractError as error:
         return _Verdict(Outcome.AGENT_FAILED, result=result, error=str(error))
     return _Verdict(Outcome.SUCCEEDED, reward, result)
-
-
-def _reward(result: Mapping[str, Any]) -> float | None:
-    """``rewards`` (or ``reward``): a number, or a list whose last entry counts; None if there is none."""
-    name = "rewards" if result.get("rewards") is not None else "reward"
-    value = result.get(name)
-    if isinstance(value, list):
-        value = value[-1] if value else None
-    if value is None:
-        return None
-    try:
-        reward = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        reward = math.inf
-    if not math.isfinite(reward):
-        raise ContractError(f"{name}: a finite number is required, got {str(value)[:100]!r}")
-    return reward
 
 
 class _Clock:
