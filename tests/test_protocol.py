@@ -204,8 +204,8 @@ def test_a_malformed_config_is_refused_by_field(payload: Any, field: str) -> Non
 # -- results and outcomes -----------------------------------------------------------------------------------------
 
 
-def test_a_success_keeps_the_agents_fields_but_not_its_address() -> None:
-    returned = {"rewards": [0.0, 1.0], "stop_reason": "max_turns", "result_key": "elsewhere"}
+def test_a_success_keeps_the_agents_fields() -> None:
+    returned = {"rewards": [0.0, 1.0], "stop_reason": "max_turns", "result_key": KEY}
     result = success_result(returned, CONFIG, KEY)
     assert result == {
         "status_code": 200,
@@ -217,6 +217,21 @@ def test_a_success_keeps_the_agents_fields_but_not_its_address() -> None:
     }
     assert is_success(result)
     assert result_outcome(result) is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize("name", ["input_id", "s3_bucket", "result_key"])
+def test_a_field_that_belongs_to_the_address_is_refused(name: str) -> None:
+    with pytest.raises(ContractError, match=f"^{name}: "):
+        success_result({"rewards": 1.0, name: "elsewhere"}, CONFIG, KEY)
+
+
+class Name(str, enum.Enum):
+    X = "x"
+
+
+def test_keys_that_collide_as_json_are_refused() -> None:
+    with pytest.raises(ContractError, match=r"^m: two of its keys"):
+        dumps({"m": {Name.X: 1, "x": 2}})
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,23 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Did", "call_handler", "describe", "in_thread", "takes_context"]
+from .protocol import ROLLOUT_FIELD, ContractError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+__all__ = [
+    "Did",
+    "call_handler",
+    "daemon",
+    "describe",
+    "in_thread",
+    "payload_validator",
+    "takes_context",
+    "takes_named_context",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +88,13 @@ def in_thread(work: Callable[[], Any]) -> asyncio.Future[Did]:
         except RuntimeError:  # the loop is closed: the process is going away
             logger.debug("a thread ended after its event loop")
 
-    threading.Thread(target=body, name="agentcore-rl-agent", daemon=True).start()
+    daemon(body, "agentcore-rl-agent")
     return future
+
+
+def daemon(work: Callable[[], None], name: str) -> None:
+    """Run ``work`` in a thread that no exit of the interpreter waits for."""
+    threading.Thread(target=work, name=name, daemon=True).start()
 
 
 def takes_context(func: Callable[..., Any]) -> bool:
@@ -90,6 +109,41 @@ def takes_context(func: Callable[..., Any]) -> bool:
         )
     # A second parameter with a default of its own (``temperature=0.7``) is not meant for the context.
     return len(positional) > 1 and positional[1].default in (inspect.Parameter.empty, None)
+
+
+def takes_named_context(func: Callable[..., Any]) -> bool:
+    """The AgentCore SDK's own rule for ``@app.entrypoint``: the second parameter is called ``context``."""
+    return list(inspect.signature(func).parameters)[1:2] == ["context"]
+
+
+def payload_validator(model: type[BaseModel] | None) -> Callable[[Any], Any]:
+    """A function that returns a payload with the values of ``model``, or raises ``ContractError`` naming the fields."""
+    if model is None:
+        return lambda payload: payload
+    from pydantic import ValidationError  # comes with the AgentCore SDK
+
+    # A model that forbids unknown fields is about the agent's own.
+    declared = any(ROLLOUT_FIELD in (field.alias, field.validation_alias) for field in model.model_fields.values())
+
+    def validate(payload: Any) -> Any:
+        bare = payload
+        if isinstance(payload, dict) and not declared:
+            bare = {name: value for name, value in payload.items() if name != ROLLOUT_FIELD}
+        try:
+            values = model.model_validate(bare).model_dump(by_alias=True)
+        except ValidationError as error:
+            # Without the input: it may be a secret.
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            raise ContractError("; ".join(f"{_where(p['loc'])}: {p['msg']}" for p in problems[:10])) from None
+        except Exception as error:
+            raise ContractError(f"payload: {describe(error)}") from error  # a validator of the model's own
+        return {**payload, **values} if isinstance(payload, dict) and isinstance(values, dict) else values
+
+    return validate
+
+
+def _where(path: tuple[int | str, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "payload"
 
 
 def describe(error: BaseException) -> str:

@@ -6,8 +6,9 @@ A :class:`Redactor` is told the secrets of one rollout or session and masks them
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -16,12 +17,18 @@ MASK = "***"
 # Stand-ins that people type where a key is required. Masking them would only garble messages.
 _PLACEHOLDERS = frozenset({"empty", "none", "null", "true", "false", "dummy", "bearer", "basic"})
 _MIN_LENGTH = 4
+_MIN_CERTAIN, _MIN_ENVIRONMENT = 8, 16  # shorter values may be ordinary words, which must not vanish from results
 
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|authorization|cookie|bearer"  # anywhere in the name
     r"|(?:key|token|auth|pwd)$"  # api_key, x-api-key, accessToken; not keyword, max_tokens, tokenizer
     r"|(?:^|[_\-.])(?:key|keys|token|auth|pwd)(?:[_\-.]|$)",  # key_id, keys, token-value
     re.IGNORECASE,
+)
+_CERTAIN_NAME = re.compile(  # names that are never given to anything else, but to the special tokens of a tokenizer
+    r"(?i:(?:^|[_\-.])(?:api[_\-]?key|authorization|cookie|secret|password|passwd|private_key|access_key(?:_id)?)$)"
+    r"|(?:ApiKey|apiKey|Secret|Password|accessKey|AccessKey|AccessKeyId)$"
+    r"|(?<!bos)(?<!eos)(?<!pad)(?<!unk)(?<!sep)(?<!cls)(?<!mask)(?:_token|-token|[a-z]Token)$",
 )
 _IN_URL = re.compile(
     r"(/sessions/"  # the gateway's per-session URL holds the session's key
@@ -31,6 +38,7 @@ _IN_URL = re.compile(
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{4,}", re.IGNORECASE)
+_AWS_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b")
 
 
 def is_secret_name(name: str) -> bool:
@@ -38,19 +46,38 @@ def is_secret_name(name: str) -> bool:
     return _SECRET_NAME.search(name) is not None
 
 
-def find_secrets(value: Any, *, secret: bool = False) -> Iterator[str]:
-    """Every secret string in a JSON-like value: under secret-looking names, and the keys inside URLs."""
+def is_certain_name(name: str) -> bool:
+    """Whether a field of this name holds a secret beyond doubt: ``api_key`` and ``hub_token``, not ``answer_key``."""
+    return _CERTAIN_NAME.search(name) is not None
+
+
+def find_secrets(value: Any, *, certain: bool = False) -> Iterator[str]:
+    """Every secret string in a JSON-like value: under secret-looking names, and the keys inside URLs.
+
+    ``certain``: only strings of 8 characters and more under names that leave no doubt.
+    """
+    return _find(value, is_certain_name if certain else is_secret_name, _MIN_CERTAIN if certain else 0, False)
+
+
+def _find(value: Any, is_secret: Callable[[str], bool], shortest: int, secret: bool) -> Iterator[str]:
     if isinstance(value, str):
-        if secret:
+        if secret and len(value) >= shortest:
             yield value
         elif "://" in value:
-            yield from (match[2] for match in _IN_URL.finditer(value))
+            yield from (match[2] for match in _IN_URL.finditer(value) if len(match[2]) >= shortest)
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from find_secrets(item, secret=secret or is_secret_name(str(name)))
+            yield from _find(item, is_secret, shortest, secret or is_secret(str(name)))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from find_secrets(item, secret=secret)
+            yield from _find(item, is_secret, shortest, secret)
+
+
+def environment_secrets() -> Iterator[str]:
+    """The secrets of this process's environment, such as ``AWS_SECRET_ACCESS_KEY``; 16 characters and more."""
+    for name, value in os.environ.items():
+        if len(value) >= _MIN_ENVIRONMENT and (is_certain_name(name.lower()) or name == "AWS_ACCESS_KEY_ID"):
+            yield value
 
 
 class Redactor:
@@ -72,17 +99,18 @@ class Redactor:
         """``text`` with every secret replaced by ``***``."""
         if self._known is not None:
             text = self._known.sub(MASK, text)
-        text = _IN_URL.sub(rf"\1{MASK}", text)
+        text = _AWS_KEY_ID.sub(MASK, _IN_URL.sub(rf"\1{MASK}", text))
         return _BEARER.sub(rf"\1 {MASK}", text)
 
     def values(self, value: Any) -> Any:
-        """A JSON-like value in which only the known secrets are masked; for data that must stay as it is."""
-        if self._known is None:
-            return value
+        """A JSON-like value that must stay as it is, but for known secrets and strings under certain names."""
         if isinstance(value, str):
-            return self._known.sub(MASK, value)
+            return self._known.sub(MASK, value) if self._known is not None else value
         if isinstance(value, Mapping):
-            return {self.values(name): self.values(item) for name, item in value.items()}
+            return {
+                self.values(name): MASK if _is_certain_secret(name, item) else self.values(item)
+                for name, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.values(item) for item in value]
         return value
@@ -99,6 +127,10 @@ class Redactor:
         if isinstance(value, list | tuple):
             return [self.fields(item) for item in value]
         return value
+
+
+def _is_certain_secret(name: object, value: object) -> bool:
+    return isinstance(value, str) and len(value) >= _MIN_CERTAIN and is_certain_name(str(name))
 
 
 def _quote(text: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from .errors import ContractError, Outcome
 
 __all__ = [
+    "ADDRESS_FIELDS",
     "MAX_PAYLOAD_BYTES",
     "ROLLOUT_FIELD",
     "ContractError",
@@ -150,7 +151,10 @@ def to_jsonable(value: Any, path: str = "result") -> Any:
             raise ContractError(f"{path}: {'NaN' if math.isnan(value) else value} is not JSON")
         return float(value)
     if isinstance(value, Mapping):
-        return {_json_key(key, path): to_jsonable(item, _child(path, str(key))) for key, item in value.items()}
+        plain = {_json_key(key, path): to_jsonable(item, _child(path, str(key))) for key, item in value.items()}
+        if len(plain) < len(value):
+            raise ContractError(f"{path}: two of its keys are the same JSON string")
+        return plain
     if isinstance(value, list | tuple | set | frozenset):
         return [to_jsonable(item, f"{path}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dt.datetime | dt.date | dt.time):
@@ -196,8 +200,12 @@ def success_result(returned: Any, config: RolloutConfig, key: str) -> dict[str, 
         plain = to_jsonable(returned)
     except RecursionError:
         raise ContractError("result: nested too deeply, or it contains itself") from None
-    body = {"status_code": 200, "stop_reason": "end_turn", **plain}
-    return {**body, **_address(config, key)}
+    address = _address(config, key)
+    for name, value in address.items():
+        # Equal is fine: agents like to return what they find in `_rollout`.
+        if plain.get(name, value) != value:
+            raise ContractError(f"{name}: this name belongs to the result's address; return the value under another")
+    return {"status_code": 200, "stop_reason": "end_turn", **plain, **address}
 
 
 def error_result(
@@ -213,8 +221,12 @@ def error_result(
     return {**body, "traceback": traceback, **_address(config, key)}
 
 
+ADDRESS_FIELDS = ("input_id", "s3_bucket", "result_key")
+"""Where a result belongs; in every result object."""
+
+
 def _address(config: RolloutConfig, key: str) -> dict[str, Any]:
-    return {"input_id": config.input_id, "s3_bucket": config.s3_bucket, "result_key": key}
+    return dict(zip(ADDRESS_FIELDS, (config.input_id, config.s3_bucket, key), strict=True))
 
 
 def is_success(result: Mapping[str, Any]) -> bool:

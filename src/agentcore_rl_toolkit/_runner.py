@@ -1,0 +1,319 @@
+"""Rollouts in the agent's process: run in the background, once each, and leave one result whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import threading
+import traceback
+import urllib.request
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bedrock_agentcore.runtime import BedrockAgentCoreContext
+
+from ._handler import Did, daemon, describe, in_thread
+from ._redact import Redactor, environment_secrets, find_secrets
+from ._results import ResultStore
+from .errors import Outcome
+from .protocol import (
+    ADDRESS_FIELDS,
+    ROLLOUT_FIELD,
+    ContractError,
+    RolloutConfig,
+    dumps,
+    error_result,
+    success_result,
+    to_jsonable,
+)
+
+if TYPE_CHECKING:
+    from bedrock_agentcore.runtime import RequestContext
+
+    from .app import AgentCoreRLApp
+
+__all__ = ["Call", "RolloutRunner"]
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[Any, Any], Awaitable[Did]]
+"""A handler, called with payload and context; see ``_handler.call_handler``."""
+
+_MAX_ERROR = 4_000
+_MAX_TRACEBACK = 32_000
+_SHUTDOWN_SECONDS = 10.0
+_REMEMBERED = 10_000
+
+
+@dataclass(slots=True)
+class _Run:
+    """One rollout in this process."""
+
+    config: RolloutConfig
+    key: str
+    payload: Mapping[str, Any]
+    secrets: _Secrets
+    max_bytes: int
+    stored: Any = None
+    """The payload as it goes into the result, None if it does not."""
+    finished: threading.Event = field(default_factory=threading.Event)
+    _claim: threading.Lock = field(default_factory=threading.Lock)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"{self.config.s3_bucket}/{self.key}"
+
+    def claim(self) -> bool:
+        """True for exactly one caller: who may write the result, the handler's end or the shutdown."""
+        return self._claim.acquire(blocking=False)
+
+    def error(self, stop_reason: str, trace: str = "", outcome: Outcome = Outcome.AGENT_FAILED) -> dict[str, Any]:
+        return error_result(
+            self.secrets.message(stop_reason)[:_MAX_ERROR],
+            self.config,
+            self.key,
+            traceback=self.secrets.message(trace)[-_MAX_TRACEBACK:],
+            outcome=outcome,
+        )
+
+    def result(self, did: Did) -> dict[str, Any]:
+        """The result object for what the handler did; never raises."""
+        failure = did.error
+        if failure is None:
+            try:
+                plain = success_result(did.value, self.config, self.key)
+                # A session's id may be its key, and yet it is part of the address.
+                return {**self.secrets.result(plain), **{name: plain[name] for name in ADDRESS_FIELDS}}
+            except ContractError as error:
+                return self.error(str(error))
+            except Exception as error:  # noqa: BLE001 - user objects may do anything when they are converted
+                failure = error
+        return self.error(describe(failure), "".join(traceback.format_exception(failure)))
+
+    def body(self, result: dict[str, Any]) -> bytes:
+        """The bytes to write: ``result``, or an error object that says why it can't be written."""
+        try:
+            if self.stored is not None and "payload" in result:
+                raise ContractError("payload: the request is stored under this name; return it under another one")
+            body = dumps(result).encode("utf-8")
+            if len(body) > self.max_bytes:
+                raise ContractError(_too_large(result, len(body), self.max_bytes))
+        except ContractError as error:
+            result = self.error(str(error))
+            body = dumps(result).encode("utf-8")
+        if self.stored is None:
+            return body
+        whole = dumps({**result, "payload": self.stored}).encode("utf-8")
+        if len(whole) > self.max_bytes:
+            whole = dumps({**result, "payload": {"error": "not stored: over max_result_bytes"}}).encode("utf-8")
+        return whole
+
+
+class RolloutRunner:
+    """Runs rollouts in the background and writes each outcome once."""
+
+    def __init__(self, app: AgentCoreRLApp, *, store_payload: bool, max_result_bytes: int) -> None:
+        self._app = app
+        self._store_payload, self._max_result_bytes = store_payload, max_result_bytes
+        self._store = ResultStore()
+        self._runs: dict[str, _Run] = {}
+        self._known: dict[str, None] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a result has still to be written."""
+        return bool(self._runs)
+
+    async def handle(
+        self, call: Call, validate: Callable[[Any], Any], direct: Call, payload: Any, context: RequestContext
+    ) -> Any:
+        """The answer to one request: at once for a rollout, the value of ``direct`` for any other payload."""
+        session_id = context.session_id or str(uuid.uuid4())
+        try:
+            config = RolloutConfig.from_payload(payload) if isinstance(payload, Mapping) else None
+            key = config.result_key(session_id) if config else ""
+            if config is not None or direct is call:  # a plain entrypoint of the agent's own validates for itself
+                payload = validate(payload)
+        except ContractError as error:
+            return self._reject(payload, context, session_id, str(error))
+        if config is None:
+            return _unwrap(await direct(payload, context), payload, context)
+        answer = {"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key}
+        run = self._new(config, key, payload, context)
+        # An invoke is retried by SDKs, proxies and trainers: the agent still runs once.
+        if run.address not in self._known:
+            self._remember(run.address)
+            ping = self._begin(run)
+            run.task = asyncio.create_task(self._run(run, call, context, ping))
+        return answer
+
+    def _new(self, config: RolloutConfig, key: str, payload: Mapping[str, Any], context: RequestContext) -> _Run:
+        secrets = _Secrets(payload, context)
+        stored = secrets.payload(payload) if self._store_payload else None
+        return _Run(config, key, payload, secrets, self._max_result_bytes, stored)
+
+    def _begin(self, run: _Run) -> int:
+        """Busy from before the answer until the result is written, so that the session is not reclaimed."""
+        self._runs[run.address] = run
+        return self._app.add_async_task("rollout")
+
+    async def _run(self, run: _Run, call: Call, context: RequestContext, ping: int) -> None:
+        did: Did | None = None
+        try:
+            if (await in_thread(functools.partial(self._store.may_run, run.config.s3_bucket, run.key))).unwrap():
+                did = await call(run.payload, context)
+        except BaseException as error:  # noqa: BLE001 - even this task's cancellation is the rollout's outcome
+            did = Did(error=error)
+        # From here on in a thread: neither an agent that blocks or cancels this loop, nor the loop's end delays it.
+        daemon(functools.partial(self._end, run, did, ping), "agentcore-rl-result")
+
+    def _end(self, run: _Run, did: Did | None, ping: int) -> None:
+        try:
+            if did is not None and run.claim():
+                self._write(run, run.result(did))
+        except Exception:
+            logger.exception("rollout %s: its result could not be written", run.key)
+        finally:
+            self._runs.pop(run.address, None)
+            run.finished.set()
+            self._app.complete_async_task(ping)
+
+    def _write(self, run: _Run, result: dict[str, Any]) -> None:
+        if result["status_code"] != 200 and "traceback" in result:
+            logger.error("rollout %s failed: %s\n%s", run.key, result["stop_reason"], result["traceback"])
+        body = run.body(result)
+        if self._store.write(run.config.s3_bucket, run.key, body) and run.config.notify_url:
+            _notify(run.config.notify_url, run.config.s3_bucket, run.key, run.secrets.everything)
+
+    def _reject(self, payload: Mapping[str, Any], context: RequestContext, session_id: str, reason: str) -> Any:
+        """Answer a payload that breaks the contract.
+
+        The HTTP status is 200, because AgentCore turns any other into a 424, which reads as a cold start.
+        """
+        reason = _Secrets(payload, context).message(reason)[:_MAX_ERROR]
+        logger.error("rollout rejected: %s", reason)
+        answer = {"status": "rejected", "error": reason}
+        try:
+            raw: Any = payload[ROLLOUT_FIELD]
+            # Only what the address of a result takes, so that a wrong field beside it does not matter.
+            wanted = ("exp_id", "input_id", "s3_bucket", "notify_url")
+            parts = {name: raw[name] for name in wanted if name != "notify_url" or isinstance(raw.get(name), str)}
+            config = RolloutConfig.from_payload({ROLLOUT_FIELD: parts})
+            assert config is not None
+            run = self._new(config, config.result_key(session_id), payload, context)
+        except (ContractError, KeyError, TypeError, AttributeError):
+            return answer  # nowhere to write to
+        if run.address not in self._runs:
+            ping = self._begin(run)
+            daemon(functools.partial(self._end_rejected, run, reason, ping), "agentcore-rl-result")
+        return {**answer, "s3_bucket": config.s3_bucket, "result_key": run.key}
+
+    def _end_rejected(self, run: _Run, reason: str, ping: int) -> None:
+        try:
+            if run.claim():
+                self._write(run, run.error(reason, outcome=Outcome.REJECTED))
+        finally:
+            self._end(run, None, ping)
+
+    def _remember(self, address: str) -> None:
+        self._known[address] = None
+        if len(self._known) > _REMEMBERED:  # the result key itself is looked at as well
+            oldest = next(iter(self._known))
+            if oldest not in self._runs:
+                del self._known[oldest]
+
+    async def shut_down(self) -> None:
+        """The process was told to stop (SIGTERM): every rollout still gets its one result."""
+        runs = list(self._runs.values())
+        if not runs:
+            return
+        logger.warning("stopping with %d rollouts unfinished: writing their results as aborted", len(runs))
+        # Threads that nothing joins at exit: an S3 that hangs may not keep the process.
+        ends = [in_thread(functools.partial(self._abort, run)) for run in runs]
+        await asyncio.wait(ends, timeout=_SHUTDOWN_SECONDS)
+
+    def _abort(self, run: _Run) -> None:
+        if run.claim():
+            reason = "aborted: the agent's process was stopped before the rollout ended"
+            self._write(run, run.error(reason, outcome=Outcome.RUNTIME_FAILED))
+        else:
+            run.finished.wait(_SHUTDOWN_SECONDS)
+
+
+# -- secrets -------------------------------------------------------------------------------------------------
+
+
+class _Secrets:
+    """What one request knows that nobody else may read, and how it is kept out of each thing that leaves.
+
+    Found at once, since a handler may change the payload; compiled when something is to be masked.
+    """
+
+    def __init__(self, payload: Any, context: RequestContext) -> None:
+        config = payload.get(ROLLOUT_FIELD) if isinstance(payload, Mapping) else None
+        token = BedrockAgentCoreContext.get_workload_access_token()
+        sure = [*find_secrets(config), *find_secrets(context.request_headers or {}), *([token] if token else [])]
+        self._certain = {*sure, *environment_secrets(), *find_secrets(payload, certain=True)}
+        self._guessed = set(find_secrets(payload))
+
+    @functools.cached_property
+    def everything(self) -> Redactor:
+        """For errors, tracebacks and logs: also what only looks like a secret by its name."""
+        return Redactor(self._certain | self._guessed)
+
+    def message(self, text: str) -> str:
+        return self.everything.text(text).encode("utf-8", "replace").decode("utf-8")
+
+    def result(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """The agent's own values, which a guess may not garble."""
+        masked: dict[str, Any] = Redactor(self._certain).values(result)
+        return masked
+
+    def payload(self, payload: Any) -> Any:
+        """The payload as strict JSON; it was parsed by a laxer reader, which lets NaN through."""
+        try:
+            return to_jsonable(self.everything.fields(payload), "payload")
+        except (ContractError, RecursionError) as error:
+            return {"error": f"not stored: {error}"}
+
+
+def _unwrap(did: Did, payload: Any, context: RequestContext) -> Any:
+    """The value of a direct call. An error goes on to the SDK, which logs it: without the secrets it may quote."""
+    if did.error is None:
+        return did.value
+    secrets, text = _Secrets(payload, context), "".join(traceback.format_exception(did.error))
+    masked = secrets.message(text)
+    if masked == text:
+        return did.unwrap()
+    logger.error("direct call failed\n%s", masked)
+    raise RuntimeError(secrets.message(describe(did.error)))
+
+
+# -- small helpers -------------------------------------------------------------------------------------------
+
+
+def _too_large(result: Mapping[str, Any], size: int, limit: int) -> str:
+    sizes = {name: len(dumps(value)) for name, value in result.items()}
+    largest = max(sizes, key=lambda name: sizes[name])
+    return (
+        f"result: {size:,} bytes of JSON, at most {limit:,} are allowed (max_result_bytes);"
+        f" the largest field is {largest!r} with {sizes[largest]:,}"
+    )
+
+
+def _notify(url: str, bucket: str, key: str, redactor: Redactor) -> None:
+    """Tell the trainer that the result is there. Best effort: S3 stays the truth."""
+    if not url.startswith(("http://", "https://")):
+        logger.warning("_rollout.notify_url is no http(s) URL; not notified")
+        return
+    body = json.dumps({"s3_bucket": bucket, "result_key": key}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
+    try:
+        urllib.request.urlopen(request, timeout=1.0).close()
+    except Exception as error:  # noqa: BLE001
+        logger.info("notify_url did not take the hint: %s", redactor.text(describe(error)))
