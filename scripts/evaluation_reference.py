@@ -51,6 +51,7 @@ def main() -> None:
     interval = paired.confidence_interval(0.95)
     values = [round(rng.expovariate(0.2), 3) for _ in range(37)]
     counts = [(n, c, k) for n in (1, 2, 8, 100) for c in {0, 1, n // 2, n} for k in {1, 2, 5, n} if k <= n]
+    degrees = (1, 2, 3, 4, 7, 10, 99, 100, 2500, 20_000)
     reference = {
         "versions": {"scipy": scipy.__version__, "statsmodels": statsmodels.__version__, "numpy": np.__version__},
         "student_t": [

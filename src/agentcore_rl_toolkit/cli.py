@@ -12,7 +12,7 @@ from . import __version__
 from .errors import ToolkitError
 
 # Modules that are cheap to import: what a subcommand needs, it imports when it runs.
-_SUBCOMMANDS = ("local.cli", "local.demo")
+_SUBCOMMANDS = ("local.cli", "local.demo", "evaluation.cli")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

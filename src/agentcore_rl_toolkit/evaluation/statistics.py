@@ -3,8 +3,7 @@
 Everything reported is the mean over tasks of one number per task, so that samples of one task are never taken
 for independent observations and a task weighs the same however many of its samples failed. For equal sample
 counts this is the estimate and the cluster-robust standard error of Miller, "Adding Error Bars to Evals: A
-Statistical Approach to Language Model Evaluations", 2024 (arXiv:2411.00640), section 2.2, with the small-sample
-factor G/(G-1) and Student's t with G-1 degrees of freedom for G tasks.
+Statistical Approach to Language Model Evaluations", 2024 (arXiv:2411.00640), with the small-sample G/(G-1) and Student's t with G-1 degrees of freedom for G tasks.
 """
 
 from __future__ import annotations
@@ -57,16 +56,20 @@ def proportion(values: Sequence[float], samples: int, *, confidence: float = 0.9
     """
     if len(values) < 2:
         return Estimate(values[0] if values else None, None, None, len(values))
-    p, error = fmean(values), variance(values) / len(values)
+    p = fmean(values)
     spread = p * (1 - p)
-    if spread <= 0:
-        n = float(len(values))
-    else:
-        n = min(float(samples), spread / error) if error > 0 else float(samples)
+    n = _effective(spread, variance(values) / len(values), samples, len(values))
     t2 = student_t(0.5 + confidence / 2, len(values) - 1) ** 2
     center = (p + t2 / (2 * n)) / (1 + t2 / n)
     half = math.sqrt(t2 * (spread / n + t2 / (4 * n * n))) / (1 + t2 / n)
     return Estimate(p, min(p, max(0.0, center - half)), max(p, min(1.0, center + half)), len(values))
+
+
+def _effective(spread: float, error: float, samples: int, tasks: int) -> float:
+    """How many independent observations would have the squared standard error ``error``."""
+    if spread <= 0:
+        return tasks
+    return min(samples, spread / error) if error > 0 else samples
 
 
 @cache

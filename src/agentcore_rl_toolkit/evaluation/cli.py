@@ -1,0 +1,282 @@
+"""``agentcore-rl eval`` and ``agentcore-rl compare``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SetupError
+
+if TYPE_CHECKING:
+    from ..client import RolloutClient
+    from .report import Report
+    from .results import RunDirectory, Sample, Task
+
+_EVAL = """\
+Run an agent on every task of a file, several times each, and report how good it is.
+
+  agentcore-rl eval --agent-arn ARN --bucket my-bucket --data tasks.jsonl --samples 8 --out runs/base
+  agentcore-rl eval --local "python rl_app.py" --data tasks.jsonl --samples 8 --out runs/mine
+  agentcore-rl compare runs/base runs/mine
+
+--data holds one request payload a line, as the agent's handler takes it; "task_id" or "id" in it names the task.
+The agent's result says what a sample is worth: {"rewards": 1.0}.
+
+--out gets results.jsonl (a line as each sample ends), report.json and report.md. The same command again goes on
+where the last one was stopped, Ctrl-C or crash; samples that have finished don't run again, and more --samples or a
+longer --data add to them. A rollout that failed has no reward, and counts in no mean unless --failed-as-zero is given.
+"""
+_COMPARE = """\
+Compare two runs of `agentcore-rl eval` task by task: the mean difference b - a with its 95 % interval, and the tasks
+that are solved (at least half of their samples succeed) in one run only. An interval that holds 0: no difference shown.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser(
+        "eval", help="run an agent on a file of tasks and report", description=_EVAL, formatter_class=form
+    )
+    agent = parser.add_argument_group("agent").add_mutually_exclusive_group()
+    agent.add_argument("--agent-arn", metavar="ARN", help="a deployed agent (default: $AGENTCORE_AGENT_ARN)")
+    agent.add_argument("--local", metavar="COMMAND", help="an agent on this machine, e.g. 'python rl_app.py'")
+    parser.add_argument("--bucket", help="where a deployed agent writes results (default: $AGENTCORE_S3_BUCKET)")
+    parser.add_argument("--cwd", type=Path, metavar="DIR", help="with --local: where the command's files are")
+    parser.add_argument("--base-url", metavar="URL", help="the model's chat API, told to the agent in _rollout")
+    parser.add_argument("--model-id", metavar="NAME", help="the model's name, likewise")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the model's key, likewise")
+    parser.add_argument(
+        "--sampling-params", type=_object, metavar="JSON", help="""likewise, e.g. '{"temperature": 0.6}'"""
+    )
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="tasks, one JSON object a line")
+    parser.add_argument("--limit", type=_count, metavar="N", help="only the first N tasks")
+    parser.add_argument("--samples", type=_count, default=1, metavar="N", help="rollouts of each task (default: 1)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run")
+    parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS", help="a rollout (default: 900)")
+    parser.add_argument(
+        "--max-concurrent", type=_count, metavar="N", help="sessions at a time (default: 64; with --local: 8)"
+    )
+    parser.add_argument(
+        "--tps-limit", type=_seconds, default=25.0, metavar="N", help="calls to AgentCore a second (default: 25)"
+    )
+    parser.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
+    _add_rule(parser)
+    parser.set_defaults(run=_run_eval)
+
+    parser = subparsers.add_parser(
+        "compare", help="compare two evaluations task by task", description=_COMPARE, formatter_class=form
+    )
+    parser.add_argument("a", type=Path, metavar="RUN_A", help="--out of the first run")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="--out of the second")
+    parser.add_argument("--json", action="store_true", help="all numbers, every task, as JSON")
+    _add_rule(parser)
+    parser.set_defaults(run=_run_compare)
+
+
+def _add_rule(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("counting")
+    group.add_argument(
+        "--threshold", type=_finite, default=1.0, metavar="R", help="a reward of at least R is a success (default: 1)"
+    )
+    group.add_argument("--failed-as-zero", action="store_true", help="give failed rollouts reward 0")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if (value := _finite(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("a JSON object is required")
+    return value
+
+
+# -- eval ------------------------------------------------------------------------------------------------
+
+
+def _run_eval(arguments: argparse.Namespace) -> int:
+    from .report import Rule, make_report
+    from .results import RunDirectory, read_tasks
+    from .run import missing
+
+    rule = Rule(arguments.threshold, arguments.failed_as_zero)
+    tasks = read_tasks(arguments.data, limit=arguments.limit)
+    directory = RunDirectory(arguments.out, _settings(arguments))
+    interrupted = False
+    with _terminable():
+        try:
+            if todo := missing(tasks, arguments.samples, directory):
+                _evaluate(arguments, tasks, todo, directory)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            directory.close()
+    counted = [s for s in directory.samples if s.index < len(tasks) and s.sample < arguments.samples]
+    report = make_report(counted, [task.id for task in tasks], arguments.samples, rule)
+    _write(report, directory)
+    if interrupted:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
+    if report.scored or not tasks:
+        return 0
+    print(f"no sample has a reward; the first error: {_first_error(counted)}", file=sys.stderr)
+    return 1
+
+
+def _first_error(samples: Sequence[Sample]) -> str:
+    return next((f"{sample.outcome}: {sample.error}" for sample in samples if sample.error), "none")
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What has to stay the same for samples to belong to one run."""
+    from .._redact import Redactor
+
+    if not arguments.local:
+        arguments.agent_arn = arguments.agent_arn or os.environ.get("AGENTCORE_AGENT_ARN")
+        arguments.bucket = arguments.bucket or os.environ.get("AGENTCORE_S3_BUCKET")
+        if not arguments.agent_arn:
+            raise SetupError("which agent? --agent-arn ARN for a deployed one, --local COMMAND for one on this machine")
+        if not arguments.bucket:
+            raise SetupError("--bucket is required: the S3 bucket to which the agent writes its results")
+    return {
+        "agent": arguments.local or arguments.agent_arn,
+        "base_url": Redactor().text(arguments.base_url) if arguments.base_url else None,
+        "model_id": arguments.model_id,
+        "sampling_params": arguments.sampling_params,
+    }
+
+
+def _evaluate(
+    arguments: argparse.Namespace, tasks: Sequence[Task], todo: Sequence[tuple[int, int]], directory: RunDirectory
+) -> None:
+    from .._redact import find_secrets
+    from .progress import progress
+    from .run import evaluate
+
+    concurrent = arguments.max_concurrent or (8 if arguments.local else 64)
+    key = _api_key(arguments.api_key_env)
+    with ExitStack() as stack:
+        client = _client(arguments, stack, concurrent, key)
+        show = stack.enter_context(progress(len(todo) + len(directory.samples), plain=arguments.plain))
+        evaluate(
+            client,
+            tasks,
+            todo,
+            directory,
+            timeout=arguments.timeout,
+            max_concurrent=concurrent,
+            show=show,
+            secrets=list(find_secrets({"base_url": arguments.base_url, "api_key": key})),
+        )
+
+
+def _api_key(name: str | None) -> str | None:
+    if name is not None and not os.environ.get(name):
+        raise SetupError(f"--api-key-env {name}: there is no such environment variable; export it first")
+    return os.environ[name] if name else None
+
+
+def _client(arguments: argparse.Namespace, stack: ExitStack, concurrent: int, key: str | None) -> RolloutClient:
+    from ..client import RolloutClient
+
+    arn, bucket, tps = arguments.agent_arn, arguments.bucket, arguments.tps_limit
+    if arguments.local:
+        from ..local import Lifecycle, LocalAgentCore, Quotas
+
+        local = stack.enter_context(
+            LocalAgentCore(
+                arguments.local,
+                cwd=arguments.cwd,
+                data_dir=arguments.out / "local",
+                quotas=Quotas(tps=None, new_sessions_per_minute=None, active_sessions=None),
+                lifecycle=Lifecycle(stop_grace=2.0),
+            )
+        )
+        os.environ.update(local.environment())  # this process ends with the command
+        arn, bucket, tps = local.agent_runtime_arn, local.bucket, None
+    return stack.enter_context(
+        RolloutClient(
+            arn,
+            bucket,
+            exp_id=re.sub(r"[^A-Za-z0-9_-]+", "-", f"eval-{arguments.out.resolve().name}")[:100],
+            tps_limit=tps,
+            max_pool_connections=min(concurrent, 64),
+            base_url=arguments.base_url,
+            model_id=arguments.model_id,
+            api_key=key,
+            sampling_params=arguments.sampling_params,
+        )
+    )
+
+
+def _write(report: Report, directory: RunDirectory) -> None:
+    from .report import markdown, plain, tables, text, title
+
+    found = tables(report)
+    directory.write("report.json", json.dumps(plain(report), indent=1, allow_nan=False))
+    directory.write("report.md", markdown(f"Evaluation: {title(report)}", found, report.notes))
+    print(text(title(report), found, report.notes))
+    print(f"\n{directory.path}: results.jsonl, report.json, report.md")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM is Ctrl-C: sessions are stopped and the report is written."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# -- compare ---------------------------------------------------------------------------------------------
+
+
+def _run_compare(arguments: argparse.Namespace) -> int:
+    from .compare import compare, notes, tables
+    from .report import Rule, text
+    from .results import RESULTS, read_samples
+
+    rule = Rule(arguments.threshold, arguments.failed_as_zero)
+    found = compare(read_samples(arguments.a / RESULTS), read_samples(arguments.b / RESULTS), rule)
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=1, allow_nan=False))
+    else:
+        print(text(f"a: {arguments.a}\nb: {arguments.b}", tables(found, rule), notes(found)))
+    return 0
