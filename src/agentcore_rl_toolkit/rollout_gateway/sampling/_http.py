@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -77,13 +77,17 @@ class HttpEngine:
 
     async def events(
         self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Any]:
-        """The JSON values of a POST's server-sent events, up to ``[DONE]`` or the end of the answer.
+    ) -> AsyncGenerator[Any]:
+        """The JSON values of a POST's server-sent events, up to ``[DONE]`` or the end of the answer; its one value if
+        the server does not stream.
 
         Closing the iterator or cancelling closes the connection, which aborts the engine. Raises ``EngineError``,
         also for an event that is an error or a connection that breaks.
         """
         async with self._answer("POST", path, dumps(body), headers, idle=True) as response:
+            if response.content_type == "application/json":  # a server that does not stream
+                yield await self._json(response)
+                return
             try:
                 async for line in _lines(response.content):
                     if line.startswith(b"error:"):  # some servers name the event instead of the value

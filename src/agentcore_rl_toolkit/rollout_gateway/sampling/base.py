@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
+from ...errors import EngineError
+
 
 class SamplingParams(TypedDict, total=False):
     """What an engine is asked for. ``max_tokens`` and ``max_new_tokens`` (the same number under the
@@ -24,6 +26,8 @@ class SamplingParams(TypedDict, total=False):
     seed: int
     stop: list[str]
     stop_token_ids: list[int]
+    adapter: str
+    """Name of the LoRA adapter to sample with; the engine's own default without."""
 
 
 @dataclass(slots=True)
@@ -34,7 +38,8 @@ class TurnRecord:
     ``output_ids``: the sampled tokens in order, the stop token included where one was sampled.
     ``finish_reason``: ``"stop"`` or ``"length"``; anything else (``"abort"``) is no turn but an engine error.
     ``output_log_probs``: one float per output token, ``log_softmax(logits / temperature)[token]``,
-    before truncation (top-k/p, min-p), penalties and grammar.
+    before truncation (top-k/p, min-p), penalties and grammar. A sampled token whose logprob is -inf, NaN or missing
+    is an ``EngineError``.
     ``ill_formed``: set by the gateway when the output doesn't parse.
     ``policy_version``: version of the weights, one int or one per token; None if the engine has none.
     ``extra``: anything else the engine reports.
@@ -53,7 +58,8 @@ class TurnRecord:
 class TokenChunk:
     """Some tokens of a streamed answer. Exactly one chunk, the last, has a ``finish_reason``.
 
-    ``policy_version``: as in :class:`TurnRecord`: one int, or one per token of this chunk.
+    ``policy_version``: one int, or one per token of this chunk; the last chunk's list may also cover the whole answer,
+    since some engines say it only at the end.
     """
 
     output_ids: list[int]
@@ -106,10 +112,20 @@ async def collect(chunks: AsyncIterator[TokenChunk], prompt_ids: list[int]) -> T
         record.output_log_probs += chunk.output_log_probs
         record.finish_reason = chunk.finish_reason or record.finish_reason
         record.extra.update(chunk.extra)
-        version = chunk.policy_version
-        versions += version if isinstance(version, list) else [version] * len(chunk.output_ids)
+        add_versions(versions, chunk)
     known = [version for version in versions if version is not None]
-    if known:
-        one = len(known) == len(versions) and len(set(known)) == 1
-        record.policy_version = known[0] if one else known
+    record.policy_version = known if len(set(known)) > 1 else known[0] if known else None
     return record
+
+
+def add_versions(versions: list[int | None], chunk: TokenChunk) -> None:
+    """Append the policy versions of a chunk's tokens; a list that covers the whole answer replaces them all."""
+    version, total = chunk.policy_version, len(versions) + len(chunk.output_ids)
+    if not isinstance(version, list):
+        versions += [version] * len(chunk.output_ids)
+    elif len(version) == total:
+        versions[:] = version
+    elif len(version) == len(chunk.output_ids):
+        versions += version
+    else:
+        raise EngineError(f"policy_version has {len(version)} entries for {len(chunk.output_ids)} tokens of {total}")

@@ -1,0 +1,214 @@
+"""What vLLM and SGLang share: checks of every piece of an answer, and of what the server calls a logprob."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ...errors import EngineError, SetupError
+from ._http import RETRY_AFTER, HttpEngine, StatusError
+from .base import TokenChunk, TurnRecord, collect
+
+logger = logging.getLogger(__name__)
+
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sent where nobody asked for anything else: servers fill gaps from the checkpoint's ``generation_config.json``, which
+would change the distribution behind the trainer's back."""
+
+_NO_LOGPROB = -9998.0
+"""JSON has no -inf: vLLM writes -9999, SGLang the smallest float. No sampled token is that unlikely."""
+_PROBE = (1, 2, 3, 4)
+
+
+class TokenServer(HttpEngine):
+    """A token-in/token-out server behind HTTP; the subclass knows its wire.
+
+    ``policy_version``: the version of the weights, for servers that do not say it themselves; set it when you have
+    changed them. ``adapter``: LoRA adapter to sample with unless ``sampling_params["adapter"]`` names one.
+    ``routed_experts``: ask for the experts each token went through (``extra["routed_experts"]``). ``data_parallel``:
+    number of data-parallel ranks; a session's turns then go to one and the same, where their prefix is cached.
+    """
+
+    unscaled_logprobs: str
+    """What to do about a server whose logprobs leave the temperature out."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        policy_version: int | None = None,
+        adapter: str | None = None,
+        routed_experts: bool = False,
+        data_parallel: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__(base_url, **options)
+        self.policy_version, self.adapter, self.routed_experts = policy_version, adapter, routed_experts
+        self.data_parallel = data_parallel
+        self._scaled: bool | None = None
+        self._verified = False
+        self._verifying: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+    # -- the seam ----------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        **media: Any,
+    ) -> TurnRecord:
+        """One answer. Raises ``EngineError``."""
+        request: dict[str, Any] = {"sampling_params": sampling_params, "session_id": session_id, **media}
+        async with aclosing(self.stream(prompt_ids=prompt_ids, **request)) as chunks:
+            return await collect(chunks, prompt_ids)
+
+    async def stream(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        **media: Any,
+    ) -> AsyncGenerator[TokenChunk]:
+        """One answer while it is sampled. Raises ``EngineError``."""
+        await self._usable(prompt_ids, sampling_params)
+        count, final = 0, None
+        async with aclosing(self._pieces(prompt_ids, sampling_params, session_id, media)) as pieces:
+            async for piece in pieces:
+                if final is not None:
+                    raise EngineError(f"{self.base_url} went on after the end of its answer")
+                self._check(piece)
+                count += len(piece.output_ids)
+                if count > sampling_params["max_tokens"]:
+                    raise EngineError(f"{self.base_url} sampled {count} tokens, max_tokens was less")
+                if piece.policy_version is None:
+                    piece.policy_version = self.policy_version
+                if piece.finish_reason is not None:
+                    final = piece  # told when the server's answer is at its end: then its connection is free again
+                elif piece.output_ids:
+                    yield piece
+        if final is None:
+            raise EngineError(f"{self.base_url} broke its answer off after {count} tokens", retry_after=RETRY_AFTER)
+        if not count:
+            raise EngineError(f"{self.base_url} gave an answer without tokens")
+        yield final
+
+    @abstractmethod
+    def _pieces(
+        self, prompt_ids: list[int], params: Mapping[str, Any], session_id: str | None, media: Mapping[str, Any]
+    ) -> AsyncGenerator[TokenChunk]:
+        """The answer as the server gives it; the finish reason in the server's words."""
+
+    @abstractmethod
+    async def _top_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> dict[int, float]:
+        """The most likely next tokens and what the server says their logprobs are."""
+
+    def _check(self, piece: TokenChunk) -> None:
+        ids, logprobs = piece.output_ids, piece.output_log_probs
+        if len(ids) != len(logprobs):
+            raise EngineError(f"{self.base_url} gave {len(logprobs)} logprobs for {len(ids)} tokens")
+        for logprob in logprobs:
+            # Also catches None (JSON null) and NaN, which no comparison holds for.
+            if not isinstance(logprob, float | int) or not logprob >= _NO_LOGPROB:
+                raise EngineError(f"{self.base_url} gave a sampled token the logprob {logprob}, which can't be trained")
+            if logprob > 1e-3:
+                raise EngineError(f"{self.base_url} gave the logprob {logprob}. {self.unscaled_logprobs}")
+        piece.output_log_probs = [float(logprob) for logprob in logprobs]
+        reason = piece.finish_reason
+        if reason == "abort":
+            raise EngineError(f"{self.base_url} aborted the request", retry_after=RETRY_AFTER)
+        if reason not in (None, "stop", "length"):
+            raise EngineError(f"{self.base_url} ended its answer with the reason {reason!r}")
+
+    # -- what the server calls a logprob -------------------------------------------------------------------
+
+    async def verify(self, prompt_ids: Sequence[int] = _PROBE) -> bool | None:
+        """Find out by two one-token requests whether the server's logprobs are ``log_softmax(logits / temperature)``.
+
+        True: they are. False: they leave the temperature out, so only temperature 1 can be trained. None: this
+        prompt does not show it. Raises ``SetupError`` for a server that gives no logprobs at all, ``EngineError`` if
+        it can't be asked. Runs by itself before the first answer.
+        """
+        plain = await self._top_logprobs(prompt_ids, 1.0)
+        if any(value > 1e-3 for value in plain.values()) or math.fsum(map(math.exp, plain.values())) > 1.02:
+            raise SetupError(f"{self.base_url} gives logits instead of logprobs. {self.unscaled_logprobs}")
+        scaled = await self._top_logprobs(prompt_ids, 2.0)
+        common = [i for i in plain if i in scaled and min(plain[i], scaled[i]) > _NO_LOGPROB]
+        # Dividing by the temperature halves the distances between logprobs; a normaliser does not touch them.
+        distance = max((plain[i] for i in common), default=0.0) - min((plain[i] for i in common), default=0.0)
+        if distance < 0.05:
+            return None
+        halved = max(scaled[i] for i in common) - min(scaled[i] for i in common)
+        return halved < 0.75 * distance
+
+    async def _usable(self, prompt_ids: Sequence[int], params: Mapping[str, Any]) -> None:
+        if not self._verified:
+            lock = self._verifying.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+            async with lock:
+                if not self._verified:
+                    await self._verify_once(prompt_ids[-64:])
+        temperature = params.get("temperature", 1.0)
+        if self._scaled is False and temperature not in (0.0, 1.0):
+            raise EngineError(
+                f"{self.base_url} gives logprobs of temperature 1, this request has temperature {temperature}. "
+                f"{self.unscaled_logprobs}, or sample at temperature 1 (sampling_overrides={{'temperature': 1.0}})"
+            )
+
+    async def _verify_once(self, prompt_ids: Sequence[int]) -> None:
+        try:
+            self._scaled = await self.verify(prompt_ids)
+        except SetupError as error:
+            raise EngineError(str(error)) from error
+        except StatusError as error:
+            if error.retry_after is not None:
+                raise
+            # A server that allows no top logprobs can still serve what this prompt can't show.
+            logger.warning("can't see which logprobs %s gives: %s", self.base_url, error)
+        self._verified = True
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def _routing(self, session_id: str | None) -> tuple[str | None, int | None]:
+        """A session's name for routers, and its data-parallel rank. A hash: the id may be the session's key."""
+        if session_id is None:
+            return None, None
+        digest = blake2b(session_id.encode(), digest_size=8).digest()
+        rank = int.from_bytes(digest, "big") % self.data_parallel if self.data_parallel > 1 else None
+        return digest.hex(), rank
+
+
+def version_of(label: object) -> int | None:
+    """The policy version in a server's label of its weights, if it is a number."""
+    if isinstance(label, int) and not isinstance(label, bool):
+        return label
+    return int(label) if isinstance(label, str) and label.isascii() and label.isdecimal() else None
+
+
+def versions_of(spans: object, count: int) -> list[int] | None:
+    """One version per token of a whole answer, from ``[{"version", "start", "end"}]``; None where one is no number."""
+    if not isinstance(spans, list) or not all(isinstance(span, dict) for span in spans):
+        return None
+    versions: list[int] = []
+    for span in spans:
+        version = version_of(span.get("version"))
+        if version is None or span.get("start") != len(versions) or not isinstance(span.get("end"), int):
+            return None
+        versions += [version] * (span["end"] - span["start"])
+    return versions if len(versions) == count else None

@@ -1,0 +1,289 @@
+"""``ReplicaRouter``: several replicas of one engine behind the engine seam."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import EngineError
+from .base import SamplingBackend, TokenChunk, TurnRecord, collect
+
+logger = logging.getLogger(__name__)
+
+OnReturn = Callable[[SamplingBackend, int | None], Awaitable[None]]
+
+_SESSIONS = 100_000
+_RETRY_AFTER = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine of a router. ``running``: turns it is sampling. ``failures``: failed turns since its last good one.
+    ``down_until``: until this time (``time.monotonic()``) it gets no turn; 0 = it is up. ``error``: its last failure."""
+
+    backend: SamplingBackend
+    running: int = 0
+    failures: int = 0
+    down_until: float = 0.0
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A turn being sampled, which a weight update may end."""
+
+    loop: asyncio.AbstractEventLoop
+    limit: asyncio.Timeout | None = None
+    aborted: bool = False
+
+    def abort(self) -> None:
+        self.aborted = True
+        if self.limit is not None:
+            self.limit.reschedule(self.loop.time())
+
+
+@dataclass(slots=True, eq=False)
+class _Gate:
+    """Lets turns pass, or holds them; any thread may turn it. Turns wait on the loops they run on."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+    waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
+
+    async def passed(self) -> None:
+        while True:
+            with self.lock:
+                if not self.closed:
+                    return
+                event = asyncio.Event()
+                self.waiting.append((asyncio.get_running_loop(), event))
+            await event.wait()
+
+    def open(self) -> None:
+        with self.lock:
+            self.closed = False
+            waiting, self.waiting = self.waiting, []
+        for loop, event in waiting:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+
+class ReplicaRouter:
+    """Spreads turns over replicas of one engine; itself an engine.
+
+    A session stays with its replica, where its prefix is cached; a new one goes to the replica with the fewest running
+    turns. A replica that fails is left alone for ``cooldown`` seconds (doubled with every further failure, up to
+    ``max_cooldown``), then one turn tries it. A turn whose engine fails before its first token goes to another replica,
+    at most once to each; afterwards the failure is the turn's. Give the replicas ``retries=0``.
+
+    ``policy_version``: version of the weights. A replica that reports another one gets no turn. ``on_return``: awaited
+    with a replica and the version before a replica that failed serves again; load the weights there, since a restarted
+    server has those it started with.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[SamplingBackend],
+        *,
+        policy_version: int | None = None,
+        cooldown: float = 2.0,
+        max_cooldown: float = 60.0,
+        on_return: OnReturn | None = None,
+    ) -> None:
+        if not backends:
+            raise ValueError("backends: at least one engine is required")
+        self.replicas = [Replica(backend) for backend in backends]
+        self.policy_version, self.on_return = policy_version, on_return
+        self.cooldown, self.max_cooldown = cooldown, max_cooldown
+        self._homes: OrderedDict[str, Replica] = OrderedDict()
+        self._gate = _Gate()
+        self._turns: set[_Running] = set()
+        self.min_new_tokens = max(getattr(backend, "min_new_tokens", 1) for backend in backends)
+        kinds = {getattr(backend, "stop_kind", "both") for backend in backends} - {"both"}
+        self.stop_kind = kinds.pop() if len(kinds) == 1 else "ids" if kinds else "both"
+
+    # -- the seam ----------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        **media: Any,
+    ) -> TurnRecord:
+        """One answer. Raises ``EngineError``."""
+        request: dict[str, Any] = {"sampling_params": sampling_params, "session_id": session_id, **media}
+        async with aclosing(self.stream(prompt_ids=prompt_ids, **request)) as chunks:
+            return await collect(chunks, prompt_ids)
+
+    async def stream(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        **media: Any,
+    ) -> AsyncGenerator[TokenChunk]:
+        """One answer while it is sampled. Raises ``EngineError``."""
+        request = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, "session_id": session_id, **media}
+        await self._gate.passed()
+        turn = _Running(asyncio.get_running_loop())
+        self._turns.add(turn)
+        try:
+            tried: list[Replica] = []
+            while True:
+                replica = self._choose(session_id, tried)
+                tried.append(replica)
+                begun = False
+                try:
+                    async with aclosing(self._sample(replica, turn, request)) as chunks:
+                        async for chunk in chunks:
+                            begun = True
+                            yield chunk
+                    return
+                except EngineError as error:
+                    if begun or turn.aborted or error.retry_after is None or len(tried) == len(self.replicas):
+                        raise
+                    logger.warning("turn goes to another replica: %s", error)
+        finally:
+            self._turns.discard(turn)
+
+    async def _sample(self, replica: Replica, turn: _Running, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:
+        """A turn on one replica, which is judged by it."""
+        replica.running += 1
+        try:
+            if replica.failures and self.on_return is not None:
+                await self.on_return(replica.backend, self.policy_version)
+            async with aclosing(_chunks(replica.backend, request)) as chunks:
+                async for chunk in _abortable(chunks, turn):
+                    self._check_version(chunk)
+                    replica.failures, replica.down_until = 0, 0.0
+                    yield chunk
+        except EngineError as error:
+            if error.retry_after is not None and not turn.aborted:
+                self._failed(replica, error)
+            raise
+        finally:
+            replica.running -= 1
+
+    # -- choice ------------------------------------------------------------------------------------------
+
+    def _choose(self, session_id: str | None, tried: Sequence[Replica]) -> Replica:
+        now = time.monotonic()
+        left = [replica for replica in self.replicas if replica not in tried]
+        up = [replica for replica in left if replica.down_until <= now]
+        home = self._homes.get(session_id) if session_id is not None else None
+        if home in up:
+            chosen = home
+        elif up:
+            chosen = min(up, key=lambda replica: replica.running)
+        else:  # all are resting: the one that has rested longest may be back
+            chosen = min(left, key=lambda replica: replica.down_until)
+        assert chosen is not None
+        if chosen.failures:  # this turn tries it; the others wait for the outcome
+            chosen.down_until = now + self._rest(chosen)
+        if session_id is not None:
+            self._homes[session_id] = chosen
+            self._homes.move_to_end(session_id)
+            while len(self._homes) > _SESSIONS:
+                self._homes.popitem(last=False)
+        return chosen
+
+    def _failed(self, replica: Replica, error: EngineError) -> None:
+        now = time.monotonic()
+        if replica.down_until <= now:  # turns that fail together are one failure
+            replica.failures += 1
+            replica.down_until = now + self._rest(replica)
+        replica.error = str(error)
+
+    def _rest(self, replica: Replica) -> float:
+        return float(min(self.cooldown * 2 ** max(replica.failures - 1, 0), self.max_cooldown))
+
+    def _check_version(self, chunk: TokenChunk) -> None:
+        wanted, found = self.policy_version, chunk.policy_version
+        if wanted is None or found is None or set(found if isinstance(found, list) else [found]) <= {wanted}:
+            return
+        raise EngineError(f"a replica samples with weights {found}, current are {wanted}", retry_after=_RETRY_AFTER)
+
+    # -- weights -------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def updating(self, version: int | None = None, *, wait: float = 0.0) -> AsyncIterator[None]:
+        """Change the weights within: no turn is sampled meanwhile, and none by two versions.
+
+        New turns wait. Running ones get ``wait`` seconds to end, then they fail with a retryable ``EngineError``.
+        Afterwards ``version`` (the last one + 1 if None) is the current one, also of replicas that keep a
+        ``policy_version`` of their own. If the block raises, the version stays. May be used from any thread's loop.
+        """
+        with self._gate.lock:
+            if self._gate.closed:
+                raise RuntimeError("the weights are being updated already")
+            self._gate.closed = True
+        try:
+            await self._idle(wait)
+            for turn in list(self._turns):
+                turn.loop.call_soon_threadsafe(turn.abort)
+            await self._idle(None)
+            yield
+            if version is None and self.policy_version is not None:
+                version = self.policy_version + 1
+            self.policy_version = version
+            for replica in self.replicas:
+                if hasattr(replica.backend, "policy_version"):
+                    replica.backend.policy_version = version
+        finally:
+            self._gate.open()
+
+    async def _idle(self, wait: float | None) -> None:
+        """Until no turn runs, or ``wait`` seconds. Polls: the turns may run on another thread's loop."""
+        deadline = None if wait is None else time.monotonic() + wait
+        while self._turns and (deadline is None or time.monotonic() < deadline):
+            await asyncio.sleep(0.005)
+
+    # -- end -----------------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close the replicas that can be closed."""
+        for replica in self.replicas:
+            if aclose := getattr(replica.backend, "aclose", None):
+                await aclose()
+
+
+async def _chunks(backend: SamplingBackend, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:
+    """A backend's answer as chunks, also of one that does not stream."""
+    if stream := getattr(backend, "stream", None):
+        async with aclosing(stream(**request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        return
+    record = await backend.generate(**request)
+    yield TokenChunk(
+        record.output_ids, record.output_log_probs, record.policy_version, record.finish_reason, record.extra
+    )
+
+
+async def _abortable(chunks: AsyncGenerator[TokenChunk], turn: _Running) -> AsyncGenerator[TokenChunk]:
+    """The same chunks, until the turn is aborted."""
+    while True:
+        try:
+            async with asyncio.timeout(None) as turn.limit:
+                if turn.aborted:
+                    turn.abort()
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            if not turn.aborted:
+                raise
+            raise EngineError("aborted: the weights are being updated", retry_after=_RETRY_AFTER) from None
+        finally:
+            turn.limit = None
+        yield chunk

@@ -1,0 +1,149 @@
+"""vLLM: ``/inference/v1/generate`` where it is served, else ``/v1/completions`` with token ids."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+
+from ...errors import EngineError, SetupError
+from ._http import StatusError
+from ._tokens import NEUTRAL, TokenServer, versions_of
+from .base import TokenChunk
+
+logger = logging.getLogger(__name__)
+
+_GENERATE, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+_MEDIA = frozenset({"features", "content_parts"})
+_OWN_NAMES = {"min_new_tokens": "min_tokens"}
+_NOT_SENT = frozenset({"max_new_tokens", "adapter"})
+_TOP = 5
+
+
+class VllmBackend(TokenServer):
+    """A vLLM server (``vllm serve``), version 0.10 or newer.
+
+    ``base_url``: its address, without ``/v1``. ``model``: the served model's name, where it serves several.
+    Start it with ``--logprobs-mode processed_logprobs`` to sample at any temperature; at temperature 1 the default
+    will do. The server's own sampling defaults never apply. The weights' versions are taken from the server where it
+    reports numbers. Other options: :class:`HttpEngine` (key, headers, timeouts, retries) and :class:`TokenServer`.
+    """
+
+    unscaled_logprobs = "Start vLLM with --logprobs-mode processed_logprobs"
+
+    def __init__(self, base_url: str, *, model: str | None = None, **options: Any) -> None:
+        super().__init__(base_url.rstrip("/").removesuffix("/v1"), **options)
+        self.model = model
+        self._path: str | None = None
+
+    async def context_window(self) -> int | None:
+        """The model's window in tokens, None if the server does not say. Raises ``EngineError``."""
+        models = (await self.get_json("/v1/models") or {}).get("data") or [{}]
+        named = [model for model in models if model.get("id") == self.model] or models
+        window = named[0].get("max_model_len")
+        return window if isinstance(window, int) else None
+
+    async def healthy(self) -> bool:
+        """Whether the server says it can serve."""
+        try:
+            await self.get_json("/health")
+        except EngineError:
+            return False
+        return True
+
+    async def _pieces(
+        self, prompt_ids: list[int], params: Mapping[str, Any], session_id: str | None, media: Mapping[str, Any]
+    ) -> AsyncGenerator[TokenChunk]:
+        if unknown := media.keys() - _MEDIA:
+            raise EngineError(f"vLLM takes no {', '.join(sorted(unknown))} beside token ids")
+        name, rank = self._routing(session_id)
+        headers = {"X-Session-ID": name} if name else {}
+        if rank is not None:
+            headers["X-data-parallel-rank"] = str(rank)
+        path = self._path or _GENERATE
+        body = {**self._body(path, prompt_ids, params, logprobs=1), **media, "stream": True}
+        count = 0
+        async with aclosing(self.events(path, body, headers=headers)) as events:
+            async for event in events:
+                for choice in event.get("choices") or ():
+                    piece = self._piece(choice)
+                    count += len(piece.output_ids)
+                    piece.policy_version = versions_of(choice.get("weight_versions"), count)
+                    yield piece
+
+    def _body(self, path: str, prompt_ids: Sequence[int], params: Mapping[str, Any], logprobs: int) -> dict[str, Any]:
+        sampling = {**NEUTRAL, **{_OWN_NAMES.get(k, k): v for k, v in params.items() if k not in _NOT_SENT}}
+        sampling.update(logprobs=logprobs, skip_special_tokens=False, include_stop_str_in_output=True)
+        model = params.get("adapter") or self.adapter or self.model
+        body: dict[str, Any] = {"model": model} if model else {}
+        if path == _GENERATE:
+            # Text is only needed to look for stop strings in it.
+            sampling["detokenize"] = bool(sampling.get("stop"))
+            return {**body, "token_ids": list(prompt_ids), "sampling_params": sampling}
+        own = {"return_token_ids": True, "return_tokens_as_token_ids": True, "return_weight_versions": True}
+        return {**body, "prompt": list(prompt_ids), **sampling, **own}
+
+    def _piece(self, choice: Mapping[str, Any]) -> TokenChunk:
+        ids = choice.get("token_ids")
+        if not isinstance(ids, list):
+            raise EngineError(f"{self.base_url} gave no token ids: vLLM 0.10 or newer is needed")
+        named, logprobs = _sampled(choice.get("logprobs") or {})
+        if len(named) == len(ids) and any(a is not None and a != b for a, b in zip(named, ids, strict=True)):
+            raise EngineError(f"{self.base_url} gave logprobs of other tokens than it sampled")
+        extra: dict[str, Any] = {}
+        if self.routed_experts and choice.get("routed_experts"):
+            extra["routed_experts"] = _array(choice["routed_experts"])
+        return TokenChunk(ids, logprobs, finish_reason=choice.get("finish_reason"), extra=extra)
+
+    async def _top_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> dict[int, float]:
+        params = {"max_tokens": 1, "temperature": temperature}
+        for path in (self._path,) if self._path else (_GENERATE, _COMPLETIONS):
+            try:
+                answer = await self.post_json(path, self._body(path, prompt_ids, params, logprobs=_TOP))
+            except StatusError as error:
+                if error.status not in (404, 405, 501) or path == _COMPLETIONS:
+                    raise
+                continue  # an older server, or one without this endpoint
+            self._path = path
+            return _top((answer or {}).get("choices") or [{}], self.base_url)
+        raise AssertionError("the last path returns or raises")
+
+
+def _sampled(logprobs: Mapping[str, Any]) -> tuple[list[int | None], list[float]]:
+    """Which tokens the logprobs are of, and their values, in any of the three forms that vLLM has used."""
+    if "token_logprobs" in logprobs:
+        return [_token(name) for name in logprobs.get("tokens") or ()], list(logprobs["token_logprobs"])
+    content = logprobs.get("content") or []
+    return [_token(entry.get("token_id", entry.get("token"))) for entry in content], [e["logprob"] for e in content]
+
+
+def _top(choices: Sequence[Mapping[str, Any]], url: str) -> dict[int, float]:
+    logprobs = choices[0].get("logprobs") or {}
+    if "token_logprobs" in logprobs:
+        pairs = list(((logprobs.get("top_logprobs") or [{}])[0] or {}).items())
+    else:
+        entries = ((logprobs.get("content") or [{}])[0]).get("top_logprobs") or []
+        pairs = [(entry.get("token_id", entry.get("token")), entry["logprob"]) for entry in entries]
+    found = {token: value for name, value in pairs if (token := _token(name)) is not None and value is not None}
+    if not found:
+        raise SetupError(f"{url} gives no logprobs: start vLLM with --max-logprobs {_TOP} or more")
+    return found
+
+
+def _token(name: object) -> int | None:
+    """The id in ``7`` or ``"token_id:7"``; None for a token spelled out."""
+    if isinstance(name, int):
+        return name
+    digits = name.removeprefix("token_id:") if isinstance(name, str) and name.startswith("token_id:") else ""
+    return int(digits) if digits.isascii() and digits.isdecimal() else None
+
+
+def _array(encoded: str) -> np.ndarray[Any, Any]:
+    """Routed experts: ``(tokens of prompt and answer - 1, layers, experts per token)``, an integer dtype."""
+    array: np.ndarray[Any, Any] = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    return array
