@@ -83,7 +83,7 @@ def test_values_out_of_range_are_refused(call):
 @pytest.mark.parametrize(("tasks", "samples"), [(10, 1), (10, 8), (40, 4)])
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (6.0, 0.6), (2.0, 2.0)])
 def test_intervals_of_a_proportion_hold_the_truth_as_often_as_they_say(tasks, samples, alpha, beta):
-    """Tasks differ in difficulty (beta distributed), so samples of one task are alike, which a naive interval misses."""
+    """Tasks differ in difficulty (beta distributed): samples of one task are alike, which a naive interval misses."""
     rng, truth, hits, runs = random.Random(1), alpha / (alpha + beta), 0, 600
     for _ in range(runs):
         chances = [rng.betavariate(alpha, beta) for _ in range(tasks)]

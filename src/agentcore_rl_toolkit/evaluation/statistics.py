@@ -3,7 +3,8 @@
 Everything reported is the mean over tasks of one number per task, so that samples of one task are never taken
 for independent observations and a task weighs the same however many of its samples failed. For equal sample
 counts this is the estimate and the cluster-robust standard error of Miller, "Adding Error Bars to Evals: A
-Statistical Approach to Language Model Evaluations", 2024 (arXiv:2411.00640), with the small-sample G/(G-1) and Student's t with G-1 degrees of freedom for G tasks.
+Statistical Approach to Language Model Evaluations", 2024 (arXiv:2411.00640), with the small-sample
+factor G/(G-1) and Student's t with G-1 degrees of freedom for G tasks.
 """
 
 from __future__ import annotations
