@@ -1,0 +1,118 @@
+"""The model that plays behind the gateway: it works out the task of ``drivers/_task.py`` from what it has seen.
+
+Three turns at least: one call, then two calls at once that go on from its result, then the answer. What it goes on from
+are the numbers in the prompt, so a right answer means that the harness ran its tools and sent back what they said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tests.gateway.support import TINY, encode
+from tokenizers import Tokenizer
+
+from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer
+
+PROMPT = "What is 6 * 7? And that plus 8, and that minus 2?"
+ANSWER = "50 and 40"
+RESULTS_FILE = "results.txt"
+"""Where shell commands leave what they print, too."""
+
+TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+_ANSWER = '"<|im_start|>assistant\\n" + content }}'
+_THOUGHT = """"<|im_start|>assistant\\n" }}
+        {%- if message.reasoning_content %}
+            {{- "<think>\\n" + message.reasoning_content + "\\n</think>\\n\\n" }}
+        {%- endif %}
+        {{- content }}"""
+
+
+def renderer() -> HfTemplateRenderer:
+    """The tiny model's, with reasoning: some harnesses send it back, others drop it."""
+    template = (TINY / "chat_template.jinja").read_text()
+    assert _ANSWER in template
+    return HfTemplateRenderer(TINY, chat_template=template.replace(_ANSWER, _THOUGHT))
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a harness lets its model act.
+
+    ``acts``: text that evaluates each of the given expressions. ``answers``: text that ends the task with an answer.
+    ``results``: the results so far, in the text after the question.
+    """
+
+    acts: Callable[[Sequence[str]], str]
+    answers: Callable[[str], str] = str
+    results: Callable[[str], list[str]] = field(default=lambda text: _tool_results(text))
+
+
+@dataclass
+class Player:
+    """The script of an engine. ``sampled``: the token ids of every answer."""
+
+    manner: Manner
+    sampled: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, prompt_ids: list[int]) -> list[int]:
+        text = TOKENIZER.decode(prompt_ids, skip_special_tokens=False)
+        results = self.manner.results(text.rpartition(PROMPT)[2])
+        match results:
+            case []:
+                said = "Let me see… ✓ 數\n" + self.manner.acts(["6 * 7"])
+            case [product]:
+                said = self.manner.acts([f"{product} + 8", f"{product} - 2"])
+            case [_, more, less]:
+                said = self.manner.answers(f"{more} and {less}")
+            case _:
+                said = self.manner.answers(f"I did not expect these results: {results}")
+        self.sampled.append(encode(f"<think>\nWhat I have: {results}\n</think>\n\n{said}<|im_end|>"))
+        return self.sampled[-1]
+
+
+def call(name: str, **arguments: str) -> str:
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+def _tool_results(text: str) -> list[str]:
+    """The last number of each tool's result."""
+    results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", text, re.DOTALL)
+    return [re.findall(r"\d+", result)[-1] for result in results]
+
+
+def _shell(tool: str, argument: str, **more: str) -> Callable[[Sequence[str]], str]:
+    def acts(expressions: Sequence[str]) -> str:
+        commands = [f"echo $(({expression})) | tee -a {RESULTS_FILE}" for expression in expressions]
+        return "\n".join(call(tool, **{argument: command}, **more) for command in commands)
+
+    return acts
+
+
+def _calculations(expressions: Sequence[str]) -> str:
+    return "\n".join(call("calculator", expression=expression) for expression in expressions)
+
+
+def _code(expressions: Sequence[str]) -> str:
+    return "<code>\n" + "\n".join(f'print(calculator("{e}"))' for e in expressions) + "\n</code>"
+
+
+FUNCTIONS = Manner(_calculations)
+CLAUDE_CODE = Manner(_shell("Bash", "command", description="Calculate"))
+CODEX = Manner(_shell("exec_command", "cmd"))
+MINI_SWE_AGENT = Manner(
+    _shell("bash", "command"),
+    lambda answer: call("bash", command=f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo {answer}"),
+)
+SMOL_TOOLS = Manner(
+    _calculations,
+    lambda answer: call("final_answer", answer=answer),
+    lambda text: re.findall(r"Observation:\n(\d+)", text),
+)
+SMOL_CODE = Manner(
+    _code,
+    lambda answer: f'<code>\nfinal_answer("{answer}")\n</code>',
+    lambda text: re.findall(r"^(\d+)$", text, re.MULTILINE),
+)
