@@ -225,13 +225,16 @@ def test_a_field_that_belongs_to_the_address_is_refused(name: str) -> None:
         success_result({"rewards": 1.0, name: "elsewhere"}, CONFIG, KEY)
 
 
-class Name(str, enum.Enum):
-    X = "x"
+class Header(str):
+    """A string with an identity of its own, as some libraries' header and column names are."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 def test_keys_that_collide_as_json_are_refused() -> None:
     with pytest.raises(ContractError, match=r"^m: two of its keys"):
-        dumps({"m": {Name.X: 1, "x": 2}})
+        dumps({"m": {Header("x"): 1, "x": 2}})
 
 
 @pytest.mark.parametrize(

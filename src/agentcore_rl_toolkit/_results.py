@@ -19,7 +19,7 @@ _WRITE_SECONDS = 3600.0
 """How long a write is tried: an outage of S3 or of a credentials provider ends sooner."""
 _REFUSED_SECONDS = 60.0
 """How long a permission that is missing may still be on its way: IAM takes seconds to spread a new policy."""
-_CALLS = 16
+_CALLS = 24
 """Calls in flight at once. More threads inside botocore would only take the interpreter from /ping."""
 
 _HOPELESS = frozenset({"NoSuchBucket", "InvalidBucketName", "EntityTooLarge", "KeyTooLongError", "NotImplemented"})
