@@ -10,6 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from .words import Words, words_of
+
 logger = logging.getLogger(__name__)
 
 # Put after the first character of a control token spelled in content, so that neither the template nor the
@@ -32,6 +34,7 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._fast = _fast_encoder(tokenizer)
+        self._words = words_of(tokenizer) if self._fast is None else None
         added = tokenizer.get_added_tokens_decoder()
         # Runs of spaces that some vocabularies add are no markers, and a single character can't be guarded.
         control = {i: token for i, token in added.items() if len(token.content.strip()) > 1}
@@ -55,9 +58,20 @@ class TextEncoder:
         if self._fast is not None:
             return list(self._fast.encode(text, add_special_tokens=False).ids)
         if len(text) < LONG_TEXT:
+            if self._words is not None and text.isascii():
+                return self._by_words(text, self._words)
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         # encode() holds the interpreter lock, encode_batch() doesn't: long texts come from worker threads.
         return list(self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+
+    def _by_words(self, text: str, words: Words) -> list[int]:
+        ids: list[int] = []
+        position = 0
+        for match in self.find_control.finditer(text):
+            ids += words.ids(text[position : match.start()])
+            ids.append(self.control[match[0]])
+            position = match.end()
+        return ids + words.ids(text[position:])
 
     def _encode_guarded(self, text: str) -> list[int]:
         plain = self._plain_tokenizer()
