@@ -156,6 +156,48 @@ async def test_a_tool_loop_with_everything_in_it_is_one_row(stream):
     assert "<|im_start|>tool\nError: 1<|im_end|>" in rendered_by.decode(backend.calls[2][0])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_thread_is_continued_by_what_is_new(stream):
+    outputs = [f"<think>\nadd\n</think>\n\n{call('{}')}<|im_end|>", call("{}") + "<|im_end|>", "Two.<|im_end|>"]
+    backend = scripted(*outputs)
+    rendered_by = HfTemplateRenderer(TINY, chat_template=THINKING)
+    async with serving(backend, rendered_by=rendered_by) as gateway, client_of(gateway) as client:
+        talker = Anthropic(client)
+        first = body(HELLO, system="Be brief.", tools=[TOOL], stream=stream, thread={"type": "create"})
+        new: dict[str, Any] = first
+        for turn in range(3):
+            status, answer = await talker.post(new)
+            assert status == 200, answer
+            answer = Anthropic.assemble(answer) if stream else answer
+            thread = {"type": "continue", "previous_message_id": answer["id"]}
+            if turn < 2:
+                call_id = answer["content"][-1]["id"]
+                result = {"type": "tool_result", "tool_use_id": call_id, "content": str(turn)}
+                new = body({"role": "user", "content": [result]}, stream=stream, thread=thread)
+        for field in ({"system": "Be long."}, {"tools": [TOOL]}):
+            status, answer = await talker.post(new | field)
+            assert (status, answer["error"]["message"].partition(":")[0]) == (400, *field)
+        rows = await gateway.finish_session(client.session.session_id)
+    assert answer["type"] == "error"
+    assert len(rows) == 1
+    assert check_records(rows) == sum(len(encode(text)) for text in outputs)
+    assert rows[0].token_ids[: rows[0].prompt_length] == backend.calls[0][0]
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in rendered_by.decode(backend.calls[2][0])
+
+
+async def test_a_thread_that_is_not_there_is_named_as_the_vendors_sdk_expects():
+    async with serving(ScriptedBackend([])) as gateway, client_of(gateway) as client:
+        thread = {"type": "continue", "previous_message_id": "msg_0"}
+        status, answer = await Anthropic(client).post(body(HELLO, thread=thread))
+    error = answer["error"]
+    assert (status, error["type"], error["details"]) == (
+        400,
+        "invalid_request_error",
+        {"error_code": "thread_not_found"},
+    )
+    assert error["message"].startswith("thread.previous_message_id: ")
+
+
 async def test_count_tokens_is_the_prompts_length_and_keeps_nothing():
     backend = scripted("<|im_end|>", "<|im_end|>")
     async with serving(backend) as gateway, client_of(gateway) as client:
@@ -297,6 +339,9 @@ async def test_the_key_counts_in_every_position():
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"stream": 1}, "stream"),
+        ({"thread": "x"}, "thread"),
+        ({"thread": {"type": "fork"}}, "thread.type"),
+        ({"thread": {"type": "continue"}}, "thread.previous_message_id"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],
 )

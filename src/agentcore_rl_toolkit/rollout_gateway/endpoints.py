@@ -92,8 +92,8 @@ def _told(error: Exception) -> GatewayError:
 
 async def _decode(gateway: RolloutGateway, wire: Wire, session: Session, http: web.Request) -> WireRequest:
     body = await _body(session, http)
-    if isinstance(wire, OpenAIResponses) and body.get("previous_response_id") is not None:
-        request = wire.decode(body, session.recall(body["previous_response_id"]))
+    if isinstance(wire, AnthropicMessages | OpenAIResponses) and (earlier := wire.earlier_id(body)) is not None:
+        request = wire.decode(body, session.recall(earlier))
     else:
         request = wire.decode(body)
     request.model = request.model or gateway.model
@@ -126,7 +126,7 @@ class _Exchange:
         """The answer as its wire says it; kept, before it leaves, where a later request may name it."""
         encoded = self._wire.encode(self._request, answer)
         if self._request.kept_items is not None:
-            self._session.remember(self._id, [*self._request.kept_items, *encoded["output"]])
+            self._session.remember(self._id, [*self._request.kept_items, encoded])
         return encoded
 
     async def stream(self) -> web.StreamResponse:

@@ -45,8 +45,10 @@ _NUMBERS: Numbers = {
 _CANNOT = {"container", "mcp_servers", "output_format"}
 _HONOURED = {
     "chat_template_kwargs", "messages", "metadata", "model", "output_config", "service_tier", "stop_sequences",
-    "stream", "system", "thinking", "tool_choice", "tools",
+    "stream", "system", "thinking", "thread", "tool_choice", "tools",
 }  # fmt: skip
+_OF_THREAD = ("system", "tools")
+"""What a thread's later requests leave out, besides the messages before."""
 _KNOWN = frozenset(_HONOURED | _NUMBERS.keys() | _CANNOT)
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -66,8 +68,11 @@ class AnthropicMessages:
 
     id_prefix = "msg_"
 
-    def decode(self, body: JSON, *, counting: bool = False) -> WireRequest:
-        """``counting``: the request is for ``/count_tokens``, which needs no ``max_tokens``."""
+    def decode(self, body: JSON, earlier: Sequence[Any] = (), *, counting: bool = False) -> WireRequest:
+        """``earlier``: what was kept of the answer that :meth:`earlier_id` names. ``counting``: the request is for
+        ``/count_tokens``, which needs no ``max_tokens``."""
+        thread = obj(body, "thread")
+        body = _continued(body, earlier) if thread.get("type") == "continue" else body
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise bad_request("messages", "a non-empty list is required")
@@ -100,7 +105,12 @@ class AnthropicMessages:
             stream=flag(body, "stream"),
             one_call=one_call,
             ignored=[*ignored(body, _KNOWN), *other_tools],
+            kept_items=[{name: body[name] for name in _OF_THREAD if name in body}, messages] if thread else None,
         )
+
+    def earlier_id(self, body: JSON) -> object:
+        """The id of the answer that a request goes on from without repeating what was before it, else None."""
+        return obj(body, "thread").get("previous_message_id")
 
     def encode(self, request: WireRequest, answer: Answer) -> dict[str, Any]:
         [choice] = answer.choices
@@ -123,11 +133,13 @@ class AnthropicMessages:
         }
 
     def encode_error(self, error: GatewayError) -> dict[str, Any]:
-        message = str(error)
+        told: dict[str, Any] = {"type": _ERROR_TYPES.get(error.status, "api_error"), "message": str(error)}
         if isinstance(error, ContextLengthExceeded):
-            message = f"prompt is too long: {error.prompt_tokens} tokens > {error.maximum} maximum"
-        kind = _ERROR_TYPES.get(error.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+            told["message"] = f"prompt is too long: {error.prompt_tokens} tokens > {error.maximum} maximum"
+        elif error.kind == "previous_response_not_found":  # the vendor's SDK then sends the whole conversation again
+            told["message"] = "thread.previous_message_id: this session has no such message to go on from (any more)"
+            told["details"] = {"error_code": "thread_not_found"}
+        return {"type": "error", "error": told, "request_id": None}
 
     def stream(self, answer_id: str, created: int, request: WireRequest, call_ids: Sequence[CallIds]) -> _Stream:
         return _Stream(self, _head(answer_id, request.model), call_ids[0])
@@ -281,6 +293,18 @@ def _object_of(text: str) -> dict[str, Any] | None:
 # -- requests --------------------------------------------------------------------------------------------
 
 
+def _continued(body: JSON, earlier: Sequence[Any]) -> dict[str, Any]:
+    """A request that sends only what is new in its thread, as the whole conversation."""
+    if not earlier:
+        raise bad_request("thread.previous_message_id", "the id of the thread's last message is required")
+    for name in _OF_THREAD:
+        if body.get(name):
+            raise bad_request(name, "a thread keeps what it was created with; leave it out to continue")
+    kept, messages, answer = earlier
+    new = a_list(body.get("messages") or [], "messages")
+    return {**body, **kept, "messages": [*messages, {"role": "assistant", "content": answer["content"]}, *new]}
+
+
 def _without_cache_control(message: Any) -> Any:
     """Clients move the mark to the newest message, and an earlier request would no longer be the beginning."""
     content = message.get("content") if isinstance(message, Mapping) else None
@@ -424,6 +448,8 @@ def _refuse_what_we_cannot_do(body: JSON) -> bool:
     kind = obj(body, "thinking").get("type")
     if body.get("thinking") and kind not in ("enabled", "disabled", "adaptive"):
         raise bad_request("thinking.type", f"enabled, disabled or adaptive is required, got {kind!r}")
+    if body.get("thread") and obj(body, "thread").get("type") not in ("create", "continue"):
+        raise bad_request("thread.type", "create or continue is required")
     choice = obj(body, "tool_choice")
     if choice and choice.get("type") not in ("auto", "none"):
         raise bad_request("tool_choice.type", "only 'auto' and 'none' are supported")

@@ -46,7 +46,7 @@ class WireRequest:
     body: JSON = field(default_factory=dict)
     """The whole request, for wires that repeat parts of it in their answer."""
     kept_items: list[Any] | None = None
-    """What a later request goes on from that names this one's answer; None where it is not to be kept."""
+    """What a later request that names this one's answer needs besides that answer; None where neither is to be kept."""
     prompt: str | list[int] | None = None
     """A rendered prompt, text or token ids, of a client that sends no messages."""
 

@@ -54,9 +54,10 @@ class OpenAIResponses:
     id_prefix = "resp_"
 
     def decode(self, body: JSON, earlier: Sequence[Any] = ()) -> WireRequest:
-        """``earlier``: the items of the response that ``previous_response_id`` names and of all before it."""
+        """``earlier``: what was kept of the answer that :meth:`earlier_id` names."""
         _refuse_what_we_cannot_do(body)
-        items = [*earlier, *_items(body.get("input"))]
+        before = [*earlier[0], *earlier[1]["output"]] if earlier else []
+        items = [*before, *_items(body.get("input"))]
         if not items:
             raise bad_request("input", "a string or a non-empty list is required")
         raw: list[_Group] = _groups(items)
@@ -64,7 +65,7 @@ class OpenAIResponses:
         if instructions is not None:
             # Not an item, and of this request alone; in front of the items it is compared like one.
             raw.insert(0, [{"role": "system", "content": a_string(instructions, "instructions")}])
-        offset = -len(earlier) - (instructions is not None)
+        offset = -len(before) - (instructions is not None)
 
         def decode_messages(start: int) -> list[Message]:
             first = offset + sum(map(len, raw[:start]))
@@ -93,8 +94,12 @@ class OpenAIResponses:
             one_call=not flag(body, "parallel_tool_calls", default=True),
             ignored=[*ignored(body, _KNOWN), *other_tools],
             body=body,
-            kept_items=items if flag(body, "store", default=True) else None,
+            kept_items=[items] if flag(body, "store", default=True) else None,
         )
+
+    def earlier_id(self, body: JSON) -> object:
+        """The id of the answer that a request goes on from without repeating what was before it, else None."""
+        return body.get("previous_response_id")
 
     def encode(self, request: WireRequest, answer: Answer) -> dict[str, Any]:
         return {**_head(request, answer.id, answer.created, answer.model), **_ending(answer, _output(answer))}
