@@ -6,7 +6,6 @@ import math
 import pytest
 
 from agentcore_rl_toolkit import BatchItem, Outcome
-from agentcore_rl_toolkit._redact import Redactor
 from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.evaluation.compare import compare
 from agentcore_rl_toolkit.evaluation.report import Rule, make_report, markdown, plain, tables, text
@@ -77,8 +76,8 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_samples_are_there_again_after_a_crash_in_the_middle_of_a_line(tmp_path):
     directory = RunDirectory(tmp_path / "run", SETTINGS)
     first, second = sample(number=0), sample(number=1, reward=None, outcome=Outcome.TIMED_OUT, error="too late")
-    directory.add(first, {"rewards": 1.0}, Redactor())
-    directory.add(second, None, Redactor())
+    directory.add(first, {"rewards": 1.0})
+    directory.add(second, None)
     directory.close()
     results = tmp_path / "run" / "results.jsonl"
     whole = results.read_bytes()
@@ -89,19 +88,19 @@ def test_samples_are_there_again_after_a_crash_in_the_middle_of_a_line(tmp_path)
     directory = RunDirectory(tmp_path / "run", SETTINGS)
     assert directory.samples == [first, second]
     assert results.read_bytes() == whole
-    directory.add(sample(number=2), None, Redactor())
+    directory.add(sample(number=2), None)
     directory.close()
     assert [s.sample for s in read_samples(results)] == [0, 1, 2]
 
 
 def test_a_last_line_without_its_newline_counts(tmp_path):
     directory = RunDirectory(tmp_path, SETTINGS)
-    directory.add(sample(), None, Redactor())
+    directory.add(sample(), None)
     directory.close()
     results = tmp_path / "results.jsonl"
     results.write_bytes(results.read_bytes().rstrip())
     directory = RunDirectory(tmp_path, SETTINGS)
-    directory.add(sample(number=1), None, Redactor())
+    directory.add(sample(number=1), None)
     directory.close()
     assert len(read_samples(results)) == 2
 
@@ -121,7 +120,7 @@ def test_a_last_line_without_its_newline_counts(tmp_path):
 )
 def test_a_bad_result_line_is_named(tmp_path, field, value, message):
     directory = RunDirectory(tmp_path, SETTINGS)
-    directory.add(sample(), None, Redactor())
+    directory.add(sample(), None)
     directory.close()
     results = tmp_path / "results.jsonl"
     row = json.loads(results.read_bytes())
@@ -135,7 +134,10 @@ def test_a_bad_result_line_is_named(tmp_path, field, value, message):
 
 
 def test_another_run_is_not_mixed_in(tmp_path):
-    RunDirectory(tmp_path, SETTINGS).close()
+    RunDirectory(tmp_path, {**SETTINGS, "agent": "python mistyped.py"}).close()
+    directory = RunDirectory(tmp_path, SETTINGS)  # nothing had come of the first
+    directory.add(sample(), None)
+    directory.close()
     with pytest.raises(SetupError, match=r"holds a run with agent 'python rl_app.py', not 'python b.py'"):
         RunDirectory(tmp_path, {**SETTINGS, "agent": "python b.py"})
     (tmp_path / "run.json").write_text("[")
@@ -155,7 +157,7 @@ def test_a_directory_that_cannot_be_one(tmp_path):
 def test_what_is_missing(tmp_path):
     tasks = [Task("t", {}, "t"), Task("u", {}, "u")]
     directory = RunDirectory(tmp_path, SETTINGS)
-    directory.add(sample(number=1), None, Redactor())
+    directory.add(sample(number=1), None)
     directory.close()
     assert missing(tasks, 2, directory) == [(0, 0), (1, 0), (1, 1)]
     assert missing(tasks[:1], 3, directory) == [(0, 0), (0, 2)]
@@ -163,17 +165,13 @@ def test_what_is_missing(tmp_path):
         missing([Task("t", {}, "another")], 1, directory)
 
 
-def test_results_are_kept_without_secrets_and_without_what_is_no_json(tmp_path):
+def test_a_result_that_is_no_json_is_not_kept_but_its_reward_is(tmp_path):
     directory = RunDirectory(tmp_path, SETTINGS)
-    directory.add(sample(error="401 for sk-secret-1"), {"echo": ["key sk-secret-1"]}, Redactor(["sk-secret-1"]))
-    directory.add(sample(number=1), {"rewards": 1.0, "loss": math.nan}, Redactor())
+    directory.add(sample(), {"rewards": 1.0, "loss": math.nan})
     directory.close()
-    first, second = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    assert first["result"] == {"echo": ["key ***"]}
-    assert first["error"] == "401 for ***"
-    assert second["result"] is None
-    assert "loss: NaN is not JSON" in second["error"]
-    assert second["reward"] == 1.0
+    row = json.loads((tmp_path / "results.jsonl").read_text())
+    assert (row["reward"], row["result"]) == (1.0, None)
+    assert "loss: NaN is not JSON" in row["error"]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1.0", [0.5, math.nan]])

@@ -129,7 +129,7 @@ def _object(text: str) -> dict[str, Any]:
 def _run_eval(arguments: argparse.Namespace) -> int:
     from .report import Rule, make_report
     from .results import RunDirectory, read_tasks
-    from .run import missing
+    from .run import counted, missing
 
     rule = Rule(arguments.threshold, arguments.failed_as_zero)
     tasks = read_tasks(arguments.data, limit=arguments.limit)
@@ -143,15 +143,15 @@ def _run_eval(arguments: argparse.Namespace) -> int:
             interrupted = True
         finally:
             directory.close()
-    counted = [s for s in directory.samples if s.index < len(tasks) and s.sample < arguments.samples]
-    report = make_report(counted, [task.id for task in tasks], arguments.samples, rule)
+    finished = counted(tasks, arguments.samples, directory)
+    report = make_report(finished, [task.id for task in tasks], arguments.samples, rule)
     _write(report, directory)
     if interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
     if report.scored or not tasks:
         return 0
-    print(f"no sample has a reward; the first error: {_first_error(counted)}", file=sys.stderr)
+    print(f"no sample has a reward; the first error: {_first_error(finished)}", file=sys.stderr)
     return 1
 
 
@@ -163,19 +163,23 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """What has to stay the same for samples to belong to one run."""
     from .._redact import Redactor
 
-    if not arguments.local:
-        arguments.agent_arn = arguments.agent_arn or os.environ.get("AGENTCORE_AGENT_ARN")
-        arguments.bucket = arguments.bucket or os.environ.get("AGENTCORE_S3_BUCKET")
-        if not arguments.agent_arn:
-            raise SetupError("which agent? --agent-arn ARN for a deployed one, --local COMMAND for one on this machine")
-        if not arguments.bucket:
-            raise SetupError("--bucket is required: the S3 bucket to which the agent writes its results")
     return {
-        "agent": arguments.local or arguments.agent_arn,
+        "agent": arguments.local or _deployed(arguments)[0],
         "base_url": Redactor().text(arguments.base_url) if arguments.base_url else None,
         "model_id": arguments.model_id,
         "sampling_params": arguments.sampling_params,
     }
+
+
+def _deployed(arguments: argparse.Namespace) -> tuple[str, str]:
+    """ARN and bucket of a deployed agent."""
+    arn = arguments.agent_arn or os.environ.get("AGENTCORE_AGENT_ARN")
+    bucket = arguments.bucket or os.environ.get("AGENTCORE_S3_BUCKET")
+    if not arn:
+        raise SetupError("which agent? --agent-arn ARN for a deployed one, --local COMMAND for one on this machine")
+    if not bucket:
+        raise SetupError("--bucket is required: the S3 bucket to which the agent writes its results")
+    return arn, bucket
 
 
 def _evaluate(
@@ -183,13 +187,14 @@ def _evaluate(
 ) -> None:
     from .._redact import find_secrets
     from .progress import progress
-    from .run import evaluate
+    from .run import counted, evaluate
 
     concurrent = arguments.max_concurrent or (8 if arguments.local else 64)
     key = _api_key(arguments.api_key_env)
+    finished = counted(tasks, arguments.samples, directory)
     with ExitStack() as stack:
         client = _client(arguments, stack, concurrent, key)
-        show = stack.enter_context(progress(len(todo) + len(directory.samples), plain=arguments.plain))
+        show = stack.enter_context(progress(len(finished) + len(todo), finished, plain=arguments.plain))
         evaluate(
             client,
             tasks,
@@ -211,8 +216,10 @@ def _api_key(name: str | None) -> str | None:
 def _client(arguments: argparse.Namespace, stack: ExitStack, concurrent: int, key: str | None) -> RolloutClient:
     from ..client import RolloutClient
 
-    arn, bucket, tps = arguments.agent_arn, arguments.bucket, arguments.tps_limit
-    if arguments.local:
+    tps = arguments.tps_limit
+    if not arguments.local:
+        arn, bucket = _deployed(arguments)
+    else:
         from ..local import Lifecycle, LocalAgentCore, Quotas
 
         local = stack.enter_context(

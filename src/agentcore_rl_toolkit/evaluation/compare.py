@@ -13,6 +13,7 @@ from .statistics import Estimate, mean
 
 SOLVED = 0.5
 """A task is solved if at least this share of its samples succeed."""
+MOST_FLIPS = 50  # that a table shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,14 @@ def tables(found: Comparison, rule: Rule) -> list[Table]:
         ("b - a", "difference", "95 % interval", "tasks"),
         [
             estimate_row("mean reward", found.reward, "+"),
-            estimate_row(f"success rate (reward ≥ {rule.threshold:g})", found.success, "+"),
+            estimate_row(f"success rate (reward >= {rule.threshold:g})", found.success, "+"),
         ],
     )
     flips = Table(
         ("flipped task", "success a", "success b", "reward a", "reward b"),
         [
             (c.task, number(c.success_a), number(c.success_b), number(c.reward_a), number(c.reward_b))
-            for c in found.flipped
+            for c in found.flipped[:MOST_FLIPS]
         ],
     )
     return [differences, flips] if flips.rows else [differences]
@@ -104,6 +105,8 @@ def notes(found: Comparison) -> list[str]:
     gained = sum(change.success_b > change.success_a for change in found.flipped)
     lost = len(found.flipped) - gained
     lines = [f"Flipped (solved: at least half of the samples succeed): {gained} gained, {lost} lost."]
+    if len(found.flipped) > MOST_FLIPS:
+        lines[0] += f" The first {MOST_FLIPS} are shown, --json has all."
     if found.only_a or found.only_b:
         lines.append(f"Not compared: {len(found.only_a)} tasks only in a, {len(found.only_b)} only in b.")
     if found.different:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from .results import Sample
 
@@ -18,21 +17,24 @@ if TYPE_CHECKING:
 LINE_INTERVAL = 10.0  # seconds
 
 
-class Show(Protocol):
-    def __call__(self, samples: Sequence[Sample]) -> None:
-        """``samples``: all that have finished so far."""
-
-
 @contextmanager
-def progress(total: int, *, plain: bool) -> Iterator[Show]:
-    """How far the run of ``total`` samples is, while the block lasts."""
+def progress(total: int, finished: Iterable[Sample], *, plain: bool) -> Iterator[Callable[[Sample], None]]:
+    """How far the run of ``total`` samples is, while the block lasts; what it gives is to be told of each more."""
+    tally = _Tally(total)
+    for sample in finished:
+        tally.add(sample)
     bar = None if plain or not sys.stderr.isatty() else _bar()
     if bar is None:
-        yield _Lines(total)
+        yield _Lines(tally)
         return
     with bar:
-        job = bar.add_task("", total=total)
-        yield lambda samples: bar.update(job, completed=len(samples), description=_summary(samples))
+        job = bar.add_task(str(tally), total=total, completed=tally.finished)
+
+        def draw(sample: Sample) -> None:
+            tally.add(sample)
+            bar.update(job, completed=tally.finished, description=str(tally))
+
+        yield draw
 
 
 def _bar() -> Progress | None:
@@ -46,22 +48,35 @@ def _bar() -> Progress | None:
 
 
 @dataclass(slots=True)
+class _Tally:
+    total: int
+    finished: int = 0
+    failed: int = 0
+    rewarded: int = 0
+    rewards: float = 0.0
+
+    def add(self, sample: Sample) -> None:
+        self.finished += 1
+        self.failed += sample.failed
+        if sample.reward is not None:
+            self.rewarded += 1
+            self.rewards += sample.reward
+
+    def __str__(self) -> str:
+        reward = f"mean reward {self.rewards / self.rewarded:.3f}" if self.rewarded else "no reward yet"
+        return f"{reward}, {self.failed} failed"
+
+
 class _Lines:
     """The first and the last sample get a line, and one every ``LINE_INTERVAL`` seconds."""
 
-    total: int
-    next: float = 0.0
+    def __init__(self, tally: _Tally) -> None:
+        self._tally, self._next = tally, 0.0
 
-    def __call__(self, samples: Sequence[Sample]) -> None:
-        if len(samples) < self.total and time.monotonic() < self.next:
+    def __call__(self, sample: Sample) -> None:
+        tally = self._tally
+        tally.add(sample)
+        if tally.finished < tally.total and time.monotonic() < self._next:
             return
-        self.next = time.monotonic() + LINE_INTERVAL
-        print(
-            f"{time.strftime('%H:%M:%S')} {len(samples)}/{self.total} {_summary(samples)}", file=sys.stderr, flush=True
-        )
-
-
-def _summary(samples: Sequence[Sample]) -> str:
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    failed = sum(sample.failed for sample in samples)
-    return f"mean reward {fmean(rewards):.3f}, {failed} failed" if rewards else f"no reward yet, {failed} failed"
+        self._next = time.monotonic() + LINE_INTERVAL
+        print(f"{time.strftime('%H:%M:%S')} {tally.finished}/{tally.total} {tally}", file=sys.stderr, flush=True)

@@ -128,7 +128,7 @@ def tables(report: Report) -> list[Table]:
     ks = [k for k in report.pass_at_k if k & (k - 1) == 0 or k == len(report.pass_at_k)]  # 1, 2, 4, 8, … and the last
     estimates = [
         ("mean reward", report.mean_reward),
-        (f"success rate (reward ≥ {report.rule.threshold:g})", report.success_rate),
+        (f"success rate (reward >= {report.rule.threshold:g})", report.success_rate),
         *((f"pass@{k}", report.pass_at_k[k]) for k in ks),
         *((f"pass^{k}", report.pass_hat_k[k]) for k in ks if k > 1),  # pass^1 is pass@1
     ]

@@ -10,7 +10,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from .._redact import Redactor
 from ..errors import ContractError, Outcome, SetupError
 from ..protocol import dumps
 
@@ -183,11 +182,12 @@ class RunDirectory:
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         path = self.path / "run.json"
-        if not path.exists():
-            if (self.path / RESULTS).exists():
-                raise SetupError(f"{self.path} has results, but no run.json: choose another --out")
+        results = self.path / RESULTS
+        if not results.exists() or not results.stat().st_size:  # nothing has come of it: a mistyped command, perhaps
             self.write("run.json", dumps(settings))
             return
+        if not path.exists():
+            raise SetupError(f"{self.path} has results, but no run.json: choose another --out")
         try:
             before = dict(json.loads(path.read_bytes()))
         except (ValueError, TypeError):
@@ -199,9 +199,9 @@ class RunDirectory:
                     " or go on with the same"
                 )
 
-    def add(self, sample: Sample, result: Mapping[str, Any] | None, redactor: Redactor) -> None:
-        """Append one line, secrets masked. A result that is no strict JSON is left out, and the line says why."""
-        row = redactor.values({**asdict(sample), "result": result})
+    def add(self, sample: Sample, result: Mapping[str, Any] | None) -> None:
+        """Append one line. A result that is no strict JSON is left out, and the line says why."""
+        row = {**asdict(sample), "result": result}
         try:
             line = dumps(row)
         except ContractError as error:

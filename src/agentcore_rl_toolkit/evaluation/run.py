@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from .._redact import Redactor
 from ..errors import ContractError, Outcome, SetupError
 from ..protocol import result_reward
-from .progress import Show
 from .results import RunDirectory, Sample, Task
 
 if TYPE_CHECKING:
@@ -24,8 +23,13 @@ def missing(tasks: Sequence[Task], samples: int, directory: RunDirectory) -> lis
                 f"{directory.path} has a result of another task {sample.index + 1} ({sample.task}): the data has"
                 " changed; choose another --out, or put it back"
             )
-    done = {(sample.index, sample.sample) for sample in directory.samples}
+    done = {(sample.index, sample.sample) for sample in counted(tasks, samples, directory)}
     return [(i, s) for i in range(len(tasks)) for s in range(samples) if (i, s) not in done]
+
+
+def counted(tasks: Sequence[Task], samples: int, directory: RunDirectory) -> list[Sample]:
+    """The finished samples that were asked for: the directory may hold more, of a longer run."""
+    return [s for s in directory.samples if s.index < len(tasks) and s.sample < samples]
 
 
 def evaluate(
@@ -36,22 +40,24 @@ def evaluate(
     *,
     timeout: float | None,
     max_concurrent: int,
-    show: Show,
+    show: Callable[[Sample], None],
     secrets: Sequence[str] = (),
 ) -> None:
     """Run ``todo``, and put every sample into ``directory`` as it ends.
 
-    ``timeout``: seconds for each rollout. ``secrets``: masked wherever an agent repeats them. Whatever ends it
-    early (Ctrl-C, ``SetupError``) stops the sessions that run; what has finished is in the directory.
+    ``timeout``: seconds for each rollout. ``show``: is told of each sample. ``secrets``: masked wherever an agent
+    repeats them. Whatever ends it early (Ctrl-C, ``SetupError``) stops the sessions that run; what has finished is
+    in the directory.
     """
     redactor = Redactor(secrets)
     batch = client.run_batch([tasks[index].payload for index, _ in todo], max_concurrent, timeout=timeout)
     with closing(iter(batch)) as items:
         for item in items:
+            item.result, item.error = redactor.values(item.result), redactor.values(item.error)
             index, number = todo[item.index]
             sample = judge(item, tasks[index], index, number)
-            directory.add(sample, item.result, redactor)
-            show(directory.samples)
+            directory.add(sample, item.result)
+            show(sample)
 
 
 def judge(item: BatchItem, task: Task, index: int, number: int) -> Sample:
