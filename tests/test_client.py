@@ -217,9 +217,7 @@ def test_a_closed_client_leaves_nobody_waiting(local: LocalAgentCore) -> None:
         future = other.invoke({"sleep": 60})
     with pytest.raises(RolloutCancelled, match="closed"):
         future.result(timeout=10)
-    boto3.client("bedrock-agentcore").stop_runtime_session(
-        agentRuntimeArn=local.agent_runtime_arn, runtimeSessionId=future.session_id
-    )
+    wait_stopped(local, future.session_id)  # given up with the waiting
 
 
 async def test_cancelling_the_waiter_stops_the_session(local: LocalAgentCore, client: RolloutClient) -> None:

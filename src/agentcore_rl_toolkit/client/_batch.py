@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
+import os
 import uuid
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ContractError, Outcome, RolloutError, SetupError
-from ..protocol import make_input_id, make_session_id, result_outcome
+from ..errors import Outcome, RolloutError
+from ..protocol import make_input_id, make_session_id
+from ._ledger import Ledger, Past
 from ._loop import run_async, run_sync
-from ._poll import Intervals
+from ._one import Ended, Order, run_one
+from ._pool import Pool
+from ._progress import Progress
+from ._sweep import Pace
 
 if TYPE_CHECKING:
     from ._client import RolloutClient
 
-__all__ = ["AsyncBatchResult", "BatchItem", "BatchResult", "BatchSettings"]
+__all__ = ["AsyncBatchResult", "BatchItem", "BatchResult", "BatchSettings", "Priority"]
 
-logger = logging.getLogger("agentcore_rl_toolkit.client")
+Priority = float | Sequence[float] | Callable[[Mapping[str, Any]], float]
+"""Of the whole batch, or of each payload, or how to tell it. The greater goes first."""
+
+
+_WITH_RESULT = frozenset({Outcome.SUCCEEDED, Outcome.AGENT_FAILED})
 
 
 @dataclass(slots=True)
@@ -30,7 +37,12 @@ class BatchItem:
     ``success``: the agent ended and reported no error. ``result``: its result object; an agent that failed
     has one too, with ``status_code`` 500, ``stop_reason`` and ``traceback``. ``error``: what went wrong, None
     if nothing did. ``index``, ``sample``: position in ``payloads``, and which of the payload's samples, from 0.
-    ``elapsed``: seconds from the invoke until the result was seen. ``outcome``: how it ended.
+    ``elapsed``: seconds from its first invoke until the result was here. ``outcome``: how it ended.
+    ``input_id``, ``session_id``: its identity. ``timings``: seconds of each phase it reached: ``queued`` (for the rate
+    limit), ``started`` (until the session had accepted the payload), ``running`` (until its result was seen),
+    ``fetched`` (until it was here). ``invokes``: invoke requests that were sent. ``attempts``: sessions that were given
+    the payload; more than 1 only where earlier ones were lost or cancelled in an earlier run of the same ``run_dir``.
+    ``resumed``: taken from such a run, nothing was invoked.
     """
 
     success: bool
@@ -42,47 +54,91 @@ class BatchItem:
     sample: int = 0
     input_id: str = ""
     session_id: str = ""
+    timings: dict[str, float] = field(default_factory=dict)
+    invokes: int = 0
+    attempts: int = 1
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    payloads: list[Mapping[str, Any]]
+    """The arguments of ``RolloutClient.run_batch``, checked."""
+
+    payloads: Iterable[Mapping[str, Any]]
     max_concurrent: int
     timeout: float | None
-    intervals: Intervals
+    pace: Pace
     log_interval: float
     samples: int
+    run_dir: str | os.PathLike[str] | None
+    ordered: bool
+    priority: Priority
+    progress: bool | None
 
     def __post_init__(self) -> None:
         if self.max_concurrent < 1 or self.samples < 1:
             raise ValueError(
                 f"max_concurrent_sessions and samples must be at least 1, got {self.max_concurrent} and {self.samples}"
             )
+        if self.ordered and not isinstance(self.priority, int | float):
+            raise ValueError("ordered=True and priorities of payloads exclude each other")
+        if isinstance(self.priority, Sequence) and not (
+            isinstance(self.payloads, Sized) and len(self.priority) == len(self.payloads)
+        ):
+            raise ValueError("priority: one number for each payload of a list is required")
+
+    @property
+    def total(self) -> int | None:
+        """Rollouts, if that can be known."""
+        return len(self.payloads) * self.samples if isinstance(self.payloads, Sized) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    payload: Mapping[str, Any]
+    index: int
+    sample: int
+    priority: float
+
+
+def _jobs(settings: BatchSettings) -> Iterator[_Job]:
+    """Every payload ``samples`` times: lazily, except where priorities are to be sorted."""
+    numbered: Iterable[tuple[float, int, Mapping[str, Any]]]
+    priority = settings.priority
+    if isinstance(priority, int | float):
+        numbered = ((priority, index, payload) for index, payload in enumerate(settings.payloads))
+    else:
+        payloads = list(settings.payloads)
+        each = priority if isinstance(priority, Sequence) else [priority(payload) for payload in payloads]
+        numbered = sorted(zip(each, range(len(payloads)), payloads, strict=True), key=lambda job: (-job[0], job[1]))
+    for value, index, payload in numbered:
+        for sample in range(settings.samples):
+            yield _Job(payload, index, sample, float(value))
 
 
 class BatchResult:
-    """Iterate over it: sessions start with the first step, items come in the order in which they complete."""
+    """Iterate over it, with ``for`` or ``async for``: sessions start with the first step.
+
+    Items come in the order in which rollouts complete, or of the payloads with ``ordered=True``.
+    """
 
     def __init__(self, client: RolloutClient, settings: BatchSettings) -> None:
         self.client, self.settings = client, settings
 
     def __iter__(self) -> Generator[BatchItem, None, None]:
-        batch = _Batch(self.client, self.settings)
+        batch = run_sync(_Batch.open(self.client, self.settings))
         try:
             while (item := run_sync(batch.next())) is not None:
                 yield item
         finally:
-            run_sync(batch.close())
-
-
-class AsyncBatchResult:
-    """:class:`BatchResult` for ``async for``."""
-
-    def __init__(self, client: RolloutClient, settings: BatchSettings) -> None:
-        self.client, self.settings = client, settings
+            try:
+                run_sync(batch.close())
+            except BaseException:  # interrupted a second time: there is no time left for stopping
+                batch.report_all()
+                raise
 
     async def __aiter__(self) -> AsyncGenerator[BatchItem, None]:
-        batch = _Batch(self.client, self.settings)
+        batch = await run_async(_Batch.open(self.client, self.settings))
         try:
             while (item := await run_async(batch.next())) is not None:
                 yield item
@@ -90,105 +146,122 @@ class AsyncBatchResult:
             await run_async(batch.close())
 
 
+AsyncBatchResult = BatchResult
+
+
 class _Batch:
     """One pass over the payloads. Lives on the background loop."""
 
-    def __init__(self, client: RolloutClient, settings: BatchSettings) -> None:
-        self._client, self._settings = client, settings
-        self._run_name = f"run-{uuid.uuid4().hex[:12]}"
-        self._task: asyncio.Task[None] | None = None
-        self._active = self._finished = 0
-        self._total = len(settings.payloads) * settings.samples
+    def __init__(self, client: RolloutClient, settings: BatchSettings, ledger: Ledger | None) -> None:
+        self._client, self._settings, self._ledger = client, settings, ledger
+        self._run = ledger.run if ledger else f"run-{uuid.uuid4().hex[:12]}"
+        self._open: set[str] = set()
+        self._progress = Progress(settings.total, settings.progress, settings.log_interval)
+        in_thread = not isinstance(settings.payloads, list | tuple)
+        self._pool: Pool[_Job, BatchItem] = Pool(
+            _jobs(settings), self._rollout, settings.max_concurrent, ordered=settings.ordered, in_thread=in_thread
+        )
+
+    @classmethod
+    async def open(cls, client: RolloutClient, settings: BatchSettings) -> _Batch:
+        ledger = None
+        if settings.run_dir is not None:
+            identity = {"exp_id": client.exp_id, "s3_bucket": client.s3_bucket, "agent": client.agent_runtime_arn}
+            ledger = Ledger(settings.run_dir, identity)
+        return cls(client, settings, ledger)
 
     async def next(self) -> BatchItem | None:
         """The next item; None after the last."""
-        if not self._total:
-            return None
-        if self._task is None:
-            self._items: asyncio.Queue[BatchItem | Exception | None] = asyncio.Queue()
-            self._task = asyncio.create_task(self._run())
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+        return await self._pool.next()
 
     async def close(self) -> None:
         """End it, and stop the sessions that run."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._items.put_nowait(None)  # nobody waits for ever, should one still wait
-
-    async def _run(self) -> None:
-        jobs = self._jobs()
-        count = min(self._settings.max_concurrent, self._total)
-        end: Exception | None = None
         try:
-            async with asyncio.TaskGroup() as group:
-                report = group.create_task(self._report())
-                await asyncio.wait([group.create_task(self._work(jobs)) for _ in range(count)])
-                report.cancel()
-        except ExceptionGroup as errors:  # raised in the consumer; the first is the cause of the others
-            end = errors.exceptions[0]
-        self._items.put_nowait(end)
-
-    def _jobs(self) -> Iterator[tuple[int, int]]:
-        for index in range(len(self._settings.payloads)):
-            for sample in range(self._settings.samples):
-                yield index, sample
-
-    async def _work(self, jobs: Iterator[tuple[int, int]]) -> None:
-        for index, sample in jobs:
-            self._active += 1
-            try:
-                await self._rollout(index, sample)
-            finally:
-                self._active -= 1
-            self._finished += 1
-
-    async def _rollout(self, index: int, sample: int) -> None:
-        """One rollout, from its invoke until its session is stopped: only then is its slot free."""
-        input_id = make_input_id(self._run_name, index, sample)
-        item = BatchItem(False, index=index, sample=sample, input_id=input_id)
-        item.session_id = make_session_id(self._run_name, input_id)
-        started, future = time.monotonic(), None
-        timeout = self._settings.timeout
-        try:
-            try:
-                future = await self._client._start(
-                    self._settings.payloads[index],
-                    item.session_id,
-                    input_id,
-                    {},
-                    self._settings.intervals,
-                    timeout,
-                )
-                left = None if timeout is None else max(0.0, timeout - future.elapsed())
-                _judge(item, await future._wait(left))
-            except SetupError:
-                raise
-            except RolloutError as error:
-                item.error, item.outcome = str(error), error.outcome
-            except ContractError as error:
-                item.error, item.outcome = str(error), Outcome.REJECTED
-            except Exception as error:
-                logger.exception("rollout %s failed", input_id)
-                item.error, item.outcome = f"{type(error).__name__}: {error}", Outcome.RUNTIME_FAILED
-            item.elapsed = future.elapsed() if future else time.monotonic() - started
-            self._items.put_nowait(item)
+            await self._pool.close()
         finally:
-            if future is not None:
-                await future._cancel()  # ends the watching too, if there is no result
+            self._progress.close()
+            if self._ledger:
+                self._ledger.close()
+            self._client._sessions.report_unstopped()
 
-    async def _report(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.log_interval)
-            logger.info("batch: %d of %d done, %d sessions active", self._finished, self._total, self._active)
+    def report_all(self) -> None:
+        """Warn of every session that may run; for whoever can't wait until they are stopped. From any thread."""
+        self._client._sessions.report_unstopped(also=frozenset(self._open))
+
+    async def _rollout(self, job: _Job, deliver: Callable[[BatchItem], None]) -> None:
+        """One rollout, from its invoke until its session is stopped: only then is its place free."""
+        input_id = make_input_id(self._run, job.index, job.sample)
+        past = await self._past(input_id, job)
+        if past.outcome is not None and not past.final:  # lost, or stopped: its session can't be used again
+            past = Past(past.payload, past.attempt + 1)
+        order = Order(
+            job.payload,
+            make_session_id(self._run, input_id, past.attempt),
+            input_id,
+            timeout=self._settings.timeout,
+            priority=job.priority,
+            pace=self._settings.pace,
+            look_first=past.known and not past.final,
+        )
+        self._progress.started()
+        ended: Ended | None = None
+        try:
+            resumed = past.final
+            ended = await (self._recall(order, past) if resumed else self._run_one(order, past))
+            deliver(_item(job, order, ended, past.attempt + 1, resumed=resumed))
+        finally:
+            self._progress.ended(ended.outcome if ended else None)
+        self._open.add(order.session_id)
+        await ended.stopped()
+        self._open.discard(order.session_id)
+
+    async def _past(self, input_id: str, job: _Job) -> Past:
+        if self._ledger is None:
+            return Past("", 0)
+        return await asyncio.to_thread(self._ledger.past, input_id, job.payload)
+
+    async def _run_one(self, order: Order, past: Past) -> Ended:
+        """Run it, and write down that it begins and how it ends."""
+        self._note(order, past)
+        past.outcome = Outcome.CANCELLED  # unless it ends by itself
+        self._open.add(order.session_id)
+        try:
+            ended = await run_one(self._client, order)
+            past.outcome, past.error, past.elapsed = ended.outcome, ended.error, ended.elapsed
+            return ended
+        finally:
+            self._open.discard(order.session_id)
+            self._note(order, past)
+
+    async def _recall(self, order: Order, past: Past) -> Ended:
+        """What an earlier run of the script has had, with its result from S3."""
+        assert past.outcome is not None
+        ended = Ended(past.outcome, error=past.error, elapsed=past.elapsed)
+        if past.outcome in _WITH_RESULT:
+            try:
+                ended.result = await self._client._fetch(order)
+            except RolloutError as error:
+                ended.outcome, ended.error = Outcome.RUNTIME_FAILED, f"it {past.outcome}, but: {error}"
+        return ended
+
+    def _note(self, order: Order, past: Past) -> None:
+        if self._ledger is not None:
+            self._ledger.write(order.input_id, past)
 
 
-def _judge(item: BatchItem, result: dict[str, Any]) -> None:
-    item.result, item.outcome = result, result_outcome(result)
-    item.success = item.outcome is Outcome.SUCCEEDED
-    if not item.success:
-        reason = result.get("stop_reason") or f"the agent answered status {result.get('status_code')}"
-        item.error = "\n".join(str(part) for part in (reason, result.get("traceback")) if part)
+def _item(job: _Job, order: Order, ended: Ended, attempts: int, *, resumed: bool) -> BatchItem:
+    return BatchItem(
+        success=ended.outcome is Outcome.SUCCEEDED,
+        result=ended.result,
+        error=ended.error,
+        index=job.index,
+        elapsed=ended.elapsed,
+        outcome=ended.outcome,
+        sample=job.sample,
+        input_id=order.input_id,
+        session_id=order.session_id,
+        timings=ended.timings,
+        invokes=ended.invokes,
+        attempts=attempts,
+        resumed=resumed,
+    )

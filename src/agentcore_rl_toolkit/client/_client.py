@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
+import os
 import re
 import time
 import uuid
@@ -13,29 +13,37 @@ from types import TracebackType
 from typing import Any, Self
 
 from .._arn import parse_arn
-from ..errors import ContractError, RolloutRejected, RolloutTimeout, SetupError
+from ..errors import ContractError, InvocationError, RolloutRejected, RolloutTimeout, SetupError
 from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps, result_key
-from ._aws import Aws
-from ._batch import AsyncBatchResult, BatchResult, BatchSettings
+from ._batch import BatchResult, BatchSettings, Priority
 from ._future import RolloutFuture
+from ._http import Runtime, Storage
+from ._limits import Rates, shared_limiter
 from ._loop import run_async, run_sync, soon
-from ._poll import Intervals, ResultPoller
+from ._one import Order
+from ._sessions import Sessions, Start, pause
+from ._sweep import Pace, Sweeper, Watch
+from ._threads import Threads
 
 __all__ = ["RolloutClient"]
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_READS = 32  # calls to S3 in flight
+_START_TIMEOUT = 900.0  # seconds, for a start without a limit of its own
+_FETCHES = 6
 
 
 class RolloutClient:
     """Starts sessions of one agent and fetches their results. Usable from several threads and event loops.
 
     ``agent_runtime_arn``: the deployed agent; the region is the ARN's. ``s3_bucket``: where the agent writes
-    results. ``exp_id``: first part of every result key. ``max_retry_attempts``: retries of a call that was
-    throttled, met a session that is starting, or got no answer. ``tps_limit``: invoke and stop calls per
-    second, together; None for no limit. ``max_pool_connections``: calls in flight at once; an invoke takes as
-    long as the session's start, so raise it where starts are slow and many.
-    ``base_url``, ``model_id``, ``extra_config`` (``api_key``, ``sampling_params``, …): passed to the agent in
-    ``_rollout``; keywords of a single call win over them.
+    results. ``exp_id``: first part of every result key. ``max_retry_attempts``: how often a call that failed is sent
+    again; throttled ones, and those that met no free session, are sent again as long as the rollout has time.
+    ``tps_limit``: invoke and stop calls per second, together; ``new_sessions_per_minute``: sessions started (AWS
+    allows 400 to a container); None for no limit. All clients of one runtime in this process keep to the strictest of
+    theirs together, and to less when AWS throttles. ``max_pool_connections``: invokes in flight at once, where more
+    than 256 are needed. ``base_url``, ``model_id``, ``extra_config`` (``api_key``, ``sampling_params``, …): passed to
+    the agent in ``_rollout``; keywords of a single call win over them.
 
     Raises ``SetupError`` for a bad ARN, ``ContractError`` for an ``exp_id`` that can't be part of a key.
     """
@@ -50,6 +58,8 @@ class RolloutClient:
         max_pool_connections: int = 10,
         base_url: str | None = None,
         model_id: str | None = None,
+        *,
+        new_sessions_per_minute: float | None = 400,
         **extra_config: Any,
     ) -> None:
         arn = parse_arn(agent_runtime_arn)
@@ -57,8 +67,15 @@ class RolloutClient:
         self.s3_bucket, self.exp_id = s3_bucket, exp_id
         self.base_url, self.model_id, self.extra_config = base_url, model_id, extra_config
         result_key(exp_id, "input", "session")  # says so now if exp_id can't be part of a key
-        self._aws = Aws(arn, attempts=max_retry_attempts, tps=tps_limit, connections=max_pool_connections)
-        self._poller = ResultPoller(self._aws)
+        if max_pool_connections < 1:
+            raise SetupError(f"max_pool_connections must be at least 1, it is {max_pool_connections!r}")
+        self._rates = Rates(tps_limit, new_sessions_per_minute)
+        self._runtime = Runtime(arn, max_pool_connections)
+        self._limiter = shared_limiter(self._runtime.endpoint, arn.text)
+        self._limiter.join(self._rates)
+        self._sessions = Sessions(self._runtime, self._limiter, max_retry_attempts, max_pool_connections)
+        self._storage, self._reads = Storage(arn.region, _READS), Threads(_READS, "agentcore-rl-s3")
+        self._sweepers: dict[tuple[str, str], Sweeper] = {}
 
     def invoke(
         self,
@@ -73,10 +90,10 @@ class RolloutClient:
         again does not run the agent again. ``rollout_overrides``: fields of ``_rollout`` for this call.
 
         Raises ``ContractError`` for a payload that is no JSON object or over 100,000,000 bytes,
-        ``RolloutRejected`` if the agent refuses it, ``InvocationError`` if the session can't be started, and
-        ``SetupError`` if no session can.
+        ``RolloutRejected`` if the agent refuses it, ``InvocationError`` if the session can't be started,
+        ``RolloutTimeout`` if AWS has no room for it in 15 minutes, and ``SetupError`` if no session can be started.
         """
-        return run_sync(self._start(payload, session_id, input_id, rollout_overrides), RolloutFuture._cancel)
+        return run_sync(self._start(_order(payload, session_id, input_id, rollout_overrides)), RolloutFuture._cancel)
 
     async def invoke_async(
         self,
@@ -86,7 +103,8 @@ class RolloutClient:
         **rollout_overrides: Any,
     ) -> RolloutFuture:
         """:meth:`invoke` for async code."""
-        return await run_async(self._start(payload, session_id, input_id, rollout_overrides), RolloutFuture._cancel)
+        order = _order(payload, session_id, input_id, rollout_overrides)
+        return await run_async(self._start(order), RolloutFuture._cancel)
 
     def run_batch(
         self,
@@ -94,61 +112,57 @@ class RolloutClient:
         max_concurrent_sessions: int,
         timeout: float | None = 900.0,
         initial_interval: float = 0.5,
-        max_interval: float = 5.0,
+        max_interval: float = 2.0,
         backoff_factor: float = 1.5,
         log_interval: float = 30.0,
         samples: int = 1,
+        *,
+        run_dir: str | os.PathLike[str] | None = None,
+        ordered: bool = False,
+        priority: Priority = 0.0,
+        progress: bool | None = None,
     ) -> BatchResult:
-        """Run every payload ``samples`` times; iterate over the result for a ``BatchItem`` each, as they complete.
+        """Run every payload ``samples`` times; iterate, with ``for`` or ``async for``, for a ``BatchItem`` each.
 
-        ``max_concurrent_sessions``: sessions at a time. ``timeout``: seconds for each rollout from its invoke;
-        its session is stopped then. ``initial_interval``, ``max_interval``, ``backoff_factor``: how long
-        between looks for a result, in seconds; a session waits idle until its result is seen, which costs more
-        than looking. ``log_interval``: seconds between log lines about progress.
+        ``payloads``: taken one by one as places get free, so any iterable will do. ``max_concurrent_sessions``:
+        sessions at a time. ``timeout``: seconds for each rollout, from its first invoke; its session is stopped then.
+        ``initial_interval``, ``max_interval``, ``backoff_factor``: how long between sweeps for results, in seconds; a
+        session waits idle until its result is seen, which costs more than looking. ``log_interval``: seconds between
+        log lines about progress. ``progress``: True for a bar, None for one on a terminal (it needs rich).
+
+        ``run_dir``: a folder in which the batch keeps a ledger. The same call with the same folder, after the script
+        has died, gives every item again: results that were there are fetched, sessions that still run are taken up,
+        what was stopped or lost is run once more, and only the rest is started.
+        ``ordered``: items in the order of the payloads instead of that in which they complete. ``priority``: of the
+        whole batch, among all batches of this runtime in the process; or of each payload (numbers, or a function of
+        the payload); the greater starts first.
 
         One bad rollout never ends the batch; ``SetupError`` does, because all others would fail the same way.
-        Leaving the loop early, or Ctrl-C, stops the sessions that run.
+        Leaving the loop early, an exception, or Ctrl-C stops the sessions that run.
         """
         return BatchResult(
             self,
             BatchSettings(
-                list(payloads),
-                max_concurrent_sessions,
-                timeout,
-                Intervals(initial_interval, max(initial_interval, max_interval), backoff_factor),
-                log_interval,
-                samples,
+                payloads=payloads,
+                max_concurrent=max_concurrent_sessions,
+                timeout=timeout,
+                pace=Pace(initial_interval, max(initial_interval, max_interval), backoff_factor),
+                log_interval=log_interval,
+                samples=samples,
+                run_dir=run_dir,
+                ordered=ordered,
+                priority=priority,
+                progress=progress,
             ),
         )
 
-    def run_batch_async(
-        self,
-        payloads: Iterable[Mapping[str, Any]],
-        max_concurrent_sessions: int,
-        timeout: float | None = 900.0,
-        initial_interval: float = 0.5,
-        max_interval: float = 5.0,
-        backoff_factor: float = 1.5,
-        log_interval: float = 30.0,
-        samples: int = 1,
-    ) -> AsyncBatchResult:
-        """:meth:`run_batch` for ``async for``."""
-        batch = self.run_batch(
-            payloads,
-            max_concurrent_sessions,
-            timeout,
-            initial_interval,
-            max_interval,
-            backoff_factor,
-            log_interval,
-            samples,
-        )
-        return AsyncBatchResult(batch.client, batch.settings)
+    run_batch_async = run_batch
+    """The same: its result takes ``async for`` as well."""
 
     def close(self) -> None:
         """Close connections. Sessions that run go on, but the futures of this client get no result any more."""
-        soon(self._poller.close)
-        self._aws.close()
+        soon(self._close)
+        self._limiter.leave(self._rates)
 
     def __enter__(self) -> Self:
         return self
@@ -160,57 +174,88 @@ class RolloutClient:
 
     # -- on the background loop --
 
-    async def _start(
-        self,
-        payload: Mapping[str, Any],
-        session_id: str | None,
-        input_id: str | None,
-        overrides: Mapping[str, Any],
-        intervals: Intervals = Intervals(),  # noqa: B008 - immutable
-        timeout: float | None = None,
-    ) -> RolloutFuture:
-        session_id, input_id = session_id or str(uuid.uuid4()), input_id or str(uuid.uuid4())
-        _check_session_id(session_id)
-        key = result_key(self.exp_id, input_id, session_id)
-        body = await self._aws.in_thread(functools.partial(self._encode, payload, input_id, overrides))
-        await self._aws.limiter.wait()
-        started = time.monotonic()
+    async def _start(self, order: Order) -> RolloutFuture:
+        """Have the payload accepted by its session; or find its result, where it may have run before."""
+        _check_session_id(order.session_id)
+        bucket, key = self.s3_bucket, result_key(self.exp_id, order.input_id, order.session_id)
+        body = await self._reads.run(lambda: self._encode(order))
+        allowed = _START_TIMEOUT if order.timeout is None else order.timeout
+        sweeper, watch = self._watch(bucket, key, order.pace)
+        loop = asyncio.get_running_loop()
+
+        def on_sent() -> None:
+            watch.asleep = False
+            limit.reschedule(loop.time() + allowed)
+
+        start = order.start = Start(
+            order.session_id, body, lambda: sweeper.look(watch), on_sent, priority=order.priority
+        )
         try:
-            async with asyncio.timeout(timeout):
-                answer = await self._aws.invoke(session_id, body)
+            async with asyncio.timeout(None) as limit:
+                if not (order.look_first and await sweeper.look(watch)):
+                    bucket, key = await self._accepted(start, bucket, key)
         except TimeoutError:
-            raise RolloutTimeout(
-                f"session {session_id} did not start within {timeout} s", session_id=session_id
-            ) from None
-        try:
-            bucket, key = _read_answer(answer, session_id, (self.s3_bucket, key))
-        except Exception:
-            await self._aws.stop(session_id)
+            watch.result.cancel()
+            raise _not_started(start, allowed) from start.last
+        except BaseException:
+            watch.result.cancel()
             raise
+        if (bucket, key) != (self.s3_bucket, watch.key):  # the agent knows better
+            watch.result.cancel()
+            sweeper, watch = self._watch(bucket, key, order.pace)
+        watch.asleep = False
         return RolloutFuture(
-            self._aws,
-            self._poller,
-            session_id=session_id,
-            input_id=input_id,
+            self._sessions,
+            sweeper,
+            watch,
+            session_id=order.session_id,
+            input_id=order.input_id,
             s3_bucket=bucket,
-            result_key=key,
-            intervals=intervals,
-            started=started,
+            started=start.sent or time.monotonic(),
         )
 
-    def _encode(self, payload: Mapping[str, Any], input_id: str, overrides: Mapping[str, Any]) -> bytes:
-        if not isinstance(payload, Mapping):
-            raise ContractError(f"payload: a dict is required, got {type(payload).__name__}")
+    async def _accepted(self, start: Start, bucket: str, key: str) -> tuple[str, str]:
+        """Start the session; where its result will be."""
+        answer = await self._sessions.start(start)
+        try:
+            return (bucket, key) if answer is None else _read_answer(answer, start.session_id, (bucket, key))
+        except BaseException:
+            await self._sessions.stop(start.session_id)
+            raise
+
+    async def _fetch(self, order: Order) -> dict[str, Any]:
+        """The result of a rollout that has ended. Raises ``RolloutError``."""
+        key = result_key(self.exp_id, order.input_id, order.session_id)
+        sweeper, watch = self._watch(self.s3_bucket, key, order.pace)
+        try:
+            for attempt in range(1, _FETCHES + 1):
+                if await sweeper.look(watch):
+                    return watch.result.result()
+                await asyncio.sleep(pause(attempt))
+        finally:
+            watch.result.cancel()
+        raise InvocationError(f"s3://{self.s3_bucket}/{key} can't be read", session_id=order.session_id)
+
+    def _watch(self, bucket: str, key: str, pace: Pace) -> tuple[Sweeper, Watch]:
+        prefix = key[: key.index("/") + 1]
+        sweeper = self._sweepers.get((bucket, prefix))
+        if sweeper is None:
+            sweeper = self._sweepers[bucket, prefix] = Sweeper(self._storage, self._reads, bucket, prefix)
+        return sweeper, sweeper.watch(key, pace)
+
+    def _encode(self, order: Order) -> bytes:
+        if not isinstance(order.payload, Mapping):
+            raise ContractError(f"payload: a dict is required, got {type(order.payload).__name__}")
         config = {
             "base_url": self.base_url,
             "model_id": self.model_id,
             **self.extra_config,
             "exp_id": self.exp_id,
-            "input_id": input_id,
+            "input_id": order.input_id,
             "s3_bucket": self.s3_bucket,
-            **overrides,
+            **order.config,
         }
-        full = {**payload, ROLLOUT_FIELD: {name: value for name, value in config.items() if value is not None}}
+        full = {**order.payload, ROLLOUT_FIELD: {name: value for name, value in config.items() if value is not None}}
         body = dumps(full, "payload").encode("utf-8")
         RolloutConfig.from_payload(full)  # the agent would refuse it for the same reason, a session later
         if len(body) > MAX_PAYLOAD_BYTES:
@@ -219,6 +264,24 @@ class RolloutClient:
                 " Put large inputs into S3 and pass their address"
             )
         return body
+
+    def _close(self) -> None:
+        for sweeper in self._sweepers.values():
+            sweeper.close()
+        for threads in (self._sessions, self._reads, self._runtime, self._storage):
+            threads.close()
+
+
+def _order(
+    payload: Mapping[str, Any], session_id: str | None, input_id: str | None, config: Mapping[str, Any]
+) -> Order:
+    return Order(payload, session_id or str(uuid.uuid4()), input_id or str(uuid.uuid4()), config)
+
+
+def _not_started(start: Start, allowed: float) -> RolloutTimeout:
+    why = f": {start.last}" if start.last is not None else ""
+    text = f"session {start.session_id} did not start within {allowed:g} s{why}"
+    return RolloutTimeout(text, session_id=start.session_id)
 
 
 def _check_session_id(session_id: str) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Generator
 from typing import Any
 
 from ..errors import RolloutCancelled, RolloutTimeout
-from ._aws import Aws
 from ._loop import run_async, run_sync, soon
-from ._poll import Intervals, ResultPoller
+from ._sessions import Sessions, to_the_end
+from ._sweep import Sweeper, Watch, settle
 
 __all__ = ["RolloutFuture"]
+
+_LAST_LOOK = 5.0  # seconds
 
 
 class RolloutFuture:
@@ -25,24 +27,24 @@ class RolloutFuture:
 
     def __init__(
         self,
-        client: Aws,
-        poller: ResultPoller,
+        sessions: Sessions,
+        sweeper: Sweeper,
+        watch: Watch,
         *,
         session_id: str,
         input_id: str,
         s3_bucket: str,
-        result_key: str,
-        intervals: Intervals,
         started: float,
     ) -> None:
         self.session_id, self.input_id = session_id, input_id
-        self.s3_bucket, self.result_key = s3_bucket, result_key
-        self._aws, self._poller = client, poller
+        self.s3_bucket, self.result_key = s3_bucket, watch.key
+        self._sessions, self._sweeper, self._watch = sessions, sweeper, watch
+        self._accepted = time.monotonic()
         self._stopping: asyncio.Task[bool] | None = None
-        self._result = poller.watch(s3_bucket, result_key, intervals)
+        self._result = watch.result
         clock = self._clock = _Clock(started)
         self._result.add_done_callback(lambda _: clock.stop())
-        # Nobody is left to ask: no need to poll any longer. The session itself goes on.
+        # Nobody is left to ask: no need to look any longer. The session itself goes on.
         weakref.finalize(self, soon, self._result.cancel).atexit = False
 
     def __repr__(self) -> str:
@@ -57,7 +59,7 @@ class RolloutFuture:
         return self._result.done() and isinstance(self._result.exception(), RolloutCancelled)
 
     def done(self) -> bool:
-        """Whether :meth:`result` would return (or raise) at once. Costs nothing: it reads what the poller knows."""
+        """Whether :meth:`result` would return (or raise) at once. Costs nothing: it reads what the sweeper knows."""
         return self._result.done()
 
     async def done_async(self) -> bool:
@@ -65,8 +67,8 @@ class RolloutFuture:
         return self._result.done()
 
     def elapsed(self) -> float:
-        """Seconds since the invoke, until the result was seen."""
-        return self._clock.read()
+        """Seconds since its first invoke was sent, until the result was here."""
+        return self._clock.ended() - self._clock.started
 
     # -- waiting --
 
@@ -76,8 +78,8 @@ class RolloutFuture:
         An agent that failed has a result too: its error object (``status_code`` 500, ``stop_reason``,
         ``traceback``). ``timeout``: seconds from now; None waits without limit.
 
-        Raises ``RolloutTimeout`` (a ``TimeoutError``), ``RolloutCancelled``, or ``SetupError`` if results can't
-        be read at all.
+        Raises ``RolloutTimeout`` (a ``TimeoutError``), ``RolloutCancelled``, ``InvocationError`` if the object is no
+        result, or ``SetupError`` if results can't be read at all.
         """
         return run_sync(self._finish(timeout))
 
@@ -103,55 +105,48 @@ class RolloutFuture:
     async def _finish(self, timeout: float | None) -> dict[str, Any]:
         try:
             return await self._wait(timeout)
-        except asyncio.CancelledError:  # whoever gives up waiting gives up the rollout
-            self._fail(self._was_cancelled())
-            raise
         finally:
             await self._stop()
+            self._sessions.report_unstopped()
 
     async def _wait(self, timeout: float | None) -> dict[str, Any]:
-        """The result, without stopping the session."""
-        await asyncio.wait([self._result], timeout=timeout)
-        if not self._result.done() and not await self._poller.look(self._result, self.s3_bucket, self.result_key):
-            self._fail(
-                RolloutTimeout(
-                    f"session {self.session_id} has no result after {timeout} s; its log says what it was doing",
-                    session_id=self.session_id,
-                )
-            )
+        """The result, without stopping the session. Whoever gives up waiting gives up the rollout."""
+        try:
+            await asyncio.wait([self._result], timeout=timeout)
+            if not self._result.done():
+                await asyncio.wait([asyncio.ensure_future(self._sweeper.look(self._watch))], timeout=_LAST_LOOK)
+        except asyncio.CancelledError:
+            settle(self._result, self._was_cancelled())
+            raise
+        if not self._result.done():
+            text = f"session {self.session_id} has no result after {timeout:.1f} s; its log says what it was doing"
+            settle(self._result, RolloutTimeout(text, session_id=self.session_id))
         return self._result.result()
 
     async def _cancel(self) -> bool:
-        self._fail(self._was_cancelled())
-        return await self._stop()
+        settle(self._result, self._was_cancelled())
+        stopped = await self._stop()
+        self._sessions.report_unstopped()
+        return stopped
 
     async def _stop(self) -> bool:
-        """Stop the session once; whoever asks again waits for the same call."""
+        """Stop the session once; whoever asks again gets the same answer."""
         if self._stopping is None:
-            self._stopping = asyncio.create_task(self._aws.stop(self.session_id))
-        try:
-            return await asyncio.shield(self._stopping)
-        except asyncio.CancelledError:
-            await asyncio.wait([self._stopping])  # the session's end is not given up with the waiting
-            raise
+            self._stopping = asyncio.create_task(self._sessions.stop(self.session_id))
+        return await to_the_end(self._stopping)
 
     def _was_cancelled(self) -> RolloutCancelled:
         return RolloutCancelled(f"session {self.session_id} was cancelled", session_id=self.session_id)
 
-    def _fail(self, error: Exception) -> None:
-        if not self._result.done():
-            self._result.set_exception(error)
-            self._result.exception()  # told to whoever asks, not to the loop's log
-
 
 class _Clock:
-    """Seconds from the start until stopped."""
+    """``started``, and when it was stopped; apart from the future, which nobody may hold from here."""
 
     def __init__(self, started: float) -> None:
-        self._started, self._stopped = started, 0.0
+        self.started, self._ended = started, 0.0
 
     def stop(self) -> None:
-        self._stopped = time.monotonic()
+        self._ended = time.monotonic()
 
-    def read(self) -> float:
-        return (self._stopped or time.monotonic()) - self._started
+    def ended(self) -> float:
+        return self._ended or time.monotonic()

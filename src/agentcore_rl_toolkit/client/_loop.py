@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from ._limits import forget_limiters
+
 __all__ = ["run_async", "run_sync", "soon"]
 
 T = TypeVar("T")
@@ -33,6 +35,7 @@ def _background() -> asyncio.AbstractEventLoop:
 def _after_fork() -> None:
     global _loop, _lock
     _loop, _lock = None, threading.Lock()  # the thread stayed in the parent
+    forget_limiters()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,0 +1,247 @@
+"""Starting and stopping sessions of one runtime: within its limits, retried, and none forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..errors import InvocationError, SetupError
+from ._faults import Fault, fault_of, setup_error
+from ._http import Runtime
+from ._limits import FIRST, Limiter
+from ._threads import Threads
+
+__all__ = ["Sessions", "Start", "pause"]
+
+logger = logging.getLogger("agentcore_rl_toolkit.client")
+
+T = TypeVar("T")
+
+# An invoke takes as long as the session's start. This many may be on their way; AWS lets 400 sessions a minute start.
+_INVOKES, _STOPS = 256, 64
+_STOP_TRIES = 8
+_LAST_WORD = 10.0  # seconds for an invoke that can't be called back
+
+_NOT_NOW = frozenset({Fault.THROTTLED, Fault.NO_CAPACITY, Fault.IN_TRANSITION})
+"""Sent again until the rollout's time is over; the other faults that are sent again count as failures."""
+_AGAIN = frozenset({Fault.COLD, Fault.SERVER, Fault.UNREACHED, Fault.UNANSWERED})
+_MAY_HAVE_STARTED = frozenset({Fault.COLD, Fault.SERVER, Fault.UNANSWERED, Fault.IN_TRANSITION})
+_SETUP = frozenset({Fault.SETUP, Fault.FORBIDDEN, Fault.GONE})
+
+
+@dataclass(slots=True)
+class Start:
+    """A session on its way to accepting its payload.
+
+    ``has_result``: looks whether its result is there. ``on_sent``: called when the first invoke is sent. ``sent``: when
+    that was (``time.monotonic()``). ``invokes``: how many were sent. ``last``: the error of the last one that failed.
+    ``may_run``: whether the session may exist. ``in_flight``: the call that was sent last.
+    """
+
+    session_id: str
+    body: bytes
+    has_result: Callable[[], Awaitable[bool]]
+    on_sent: Callable[[], None]
+    priority: float = 0.0
+    sent: float | None = None
+    invokes: int = 0
+    last: Exception | None = None
+    may_run: bool = False
+    in_flight: Future[bytes] | None = None
+
+
+class Sessions:
+    """Lives on the background loop. ``attempts``: failed calls of one session that are sent again.
+
+    ``running``: sessions that have been started and not stopped. ``unstopped``: those that could not be stopped and
+    may still run, with the reason.
+    """
+
+    def __init__(self, runtime: Runtime, limiter: Limiter, attempts: int, in_flight: int) -> None:
+        self._runtime, self._limiter, self._attempts = runtime, limiter, max(0, attempts)
+        # Neither a look for a result nor a stop may wait behind sessions that start slowly.
+        self._invokes = Threads(max(_INVOKES, in_flight), "agentcore-rl-invoke")
+        self._stops = Threads(_STOPS, "agentcore-rl-stop")
+        self._reached = False
+        """Whether AgentCore has ever answered."""
+        self._served = False
+        """Whether any session was ever started."""
+        self._stopping: dict[str, asyncio.Task[bool]] = {}
+        self.running: set[str] = set()
+        self.unstopped: dict[str, str] = {}
+
+    def close(self) -> None:
+        self._invokes.close()
+        self._stops.close()
+
+    # -- the beginning of a session ------------------------------------------------------------------------
+
+    async def start(self, start: Start) -> bytes | None:
+        """InvokeAgentRuntime until it is accepted: the body of the answer; None if there is a result already.
+
+        Raises ``SetupError`` or ``InvocationError``. When it raises, or is cancelled, no session is left.
+        """
+        try:
+            return await self._start(start)
+        except BaseException:
+            await to_the_end(asyncio.ensure_future(self._abandon(start)))
+            raise
+
+    async def _start(self, start: Start) -> bytes | None:
+        failures = delays = 0
+        while True:
+            await self._limiter.turn(new_session=not start.may_run, priority=FIRST if start.may_run else start.priority)
+            if start.sent is None:
+                start.sent = time.monotonic()
+                start.on_sent()
+            start.invokes += 1
+            call = functools.partial(self._runtime.invoke, start.session_id, start.body)
+            start.in_flight = self._invokes.submit(call)
+            try:
+                answer = await asyncio.wrap_future(start.in_flight)
+            except Exception as error:  # noqa: BLE001 - sorted by its fault
+                start.last, fault = error, self._fault(error)
+            else:
+                self._reached = self._served = start.may_run = True
+                self.running.add(start.session_id)
+                return answer
+            logger.info("invoke of session %s, try %d: %s", start.session_id, start.invokes, start.last)
+            if fault not in _NOT_NOW:
+                failures += 1
+                if failures > self._attempts or not self._worth_another(fault):
+                    raise self._final(start, fault) from start.last
+            delays += 1
+            self._hold_back(fault, new_session=not start.may_run, seconds=pause(delays))
+            start.may_run |= fault in _MAY_HAVE_STARTED
+            # Perhaps only the answer was lost. The agent would not run twice, but a result spares the question.
+            if fault is Fault.UNANSWERED and await start.has_result():
+                return None
+            await asyncio.sleep(pause(delays))
+
+    def _fault(self, error: Exception) -> Fault:
+        fault = fault_of(error)
+        self._reached |= fault not in (Fault.UNREACHED, Fault.UNANSWERED)
+        return fault
+
+    def _worth_another(self, fault: Fault) -> bool:
+        # Where sessions have been started, "not allowed" is rather a passing trouble of AWS than a wrong setting.
+        return fault in _AGAIN or (self._served and fault in _SETUP)
+
+    def _hold_back(self, fault: Fault, *, new_session: bool, seconds: float) -> None:
+        if fault is Fault.THROTTLED:
+            self._limiter.throttled(new_session=new_session)
+        elif fault is Fault.NO_CAPACITY:
+            self._limiter.no_capacity(seconds)
+
+    def _final(self, start: Start, fault: Fault) -> Exception:
+        error = start.last
+        assert error is not None
+        if fault in _SETUP:
+            return setup_error(error)
+        if fault in (Fault.UNREACHED, Fault.UNANSWERED) and not self._reached:
+            return SetupError(
+                f"AgentCore can't be reached ({error}): check the network, the region in agent_runtime_arn,"
+                " and AWS_ENDPOINT_URL_BEDROCK_AGENTCORE if a local runtime is meant"
+            )
+        hint = ""
+        if fault is Fault.COLD:
+            hint = "; the agent's container failed, its log says why (CloudWatch, or agent.log of the local runtime)"
+        return InvocationError(
+            f"invoke of session {start.session_id} failed: {error}{hint}", session_id=start.session_id
+        )
+
+    # -- the end of a session ------------------------------------------------------------------------------
+
+    async def stop(self, session_id: str) -> bool:
+        """End a session, and say whether it has ended. Never raises: an unstopped session ends by its own limits.
+
+        Whoever asks again while it is being stopped waits for the same call. Cancelled, it is stopped all the same.
+        """
+        task = self._stopping.get(session_id)
+        if task is None:
+            task = self._stopping[session_id] = asyncio.ensure_future(self._stop(session_id))
+            task.add_done_callback(lambda _: self._stopping.pop(session_id, None))
+        return await to_the_end(task)
+
+    async def _stop(self, session_id: str) -> bool:
+        return await self._stop_call(session_id) in (None, Fault.GONE)
+
+    async def _stop_call(self, session_id: str) -> Fault | None:
+        """StopRuntimeSession within the rate limit: None if it is stopped, or what was wrong in the end."""
+        self.running.add(session_id)
+        call = functools.partial(self._runtime.stop, session_id)
+        for attempt in range(1, _STOP_TRIES + 1):
+            await self._limiter.turn(new_session=False, priority=FIRST)
+            fault: Fault | None = None
+            try:
+                await self._stops.run(call)
+            except Exception as error:  # noqa: BLE001 - sorted by its fault; it may not hide the rollout's outcome
+                fault, reason = self._fault(error), str(error)
+            if fault in (None, Fault.GONE):
+                self.running.discard(session_id)
+                self.unstopped.pop(session_id, None)
+                return fault
+            logger.info("stop of session %s, try %d: %s", session_id, attempt, reason)
+            if fault not in _NOT_NOW | _AGAIN:
+                break
+            self._hold_back(fault, new_session=False, seconds=0.0)
+            await asyncio.sleep(pause(attempt))
+        self._give_up(session_id, reason)
+        return fault
+
+    async def _abandon(self, start: Start) -> None:
+        """End a session that may have started, or still may: an invoke that was sent can't be called back."""
+        sent = start.in_flight
+        if sent is None or sent.cancel() or sent.done():
+            if start.may_run or (sent is not None and not sent.cancelled() and sent.exception() is None):
+                await self.stop(start.session_id)
+            return
+        if await self._stop_call(start.session_id) is not Fault.GONE:
+            return
+        answer = asyncio.wrap_future(sent)  # the stop overtook it
+        done, _ = await asyncio.wait([answer], timeout=_LAST_WORD)
+        if not done:
+            self._give_up(start.session_id, "its invoke was on its way and could not be called back")
+        elif answer.exception() is None:
+            await self._stop_call(start.session_id)
+
+    def _give_up(self, session_id: str, reason: str) -> None:
+        self.running.discard(session_id)
+        self.unstopped[session_id] = reason
+
+    def report_unstopped(self, also: set[str] | frozenset[str] = frozenset()) -> None:
+        """Warn once of the sessions that may still run (``also``: and of these), and forget them."""
+        ids = sorted({*self.unstopped, *also})
+        if not ids:
+            return
+        reasons = sorted(set(self.unstopped.values()))[:3]
+        self.unstopped.clear()
+        logger.warning(
+            "%d sessions may still run, and cost money until their idle timeout; stop them with"
+            " `aws bedrock-agentcore stop-runtime-session`: %s%s",
+            len(ids),
+            ", ".join(ids),
+            f" ({'; '.join(reasons)})" if reasons else "",
+        )
+
+
+def pause(attempt: int, first: float = 0.5, longest: float = 20.0) -> float:
+    """Seconds before retry ``attempt`` (1, 2, …): exponential, with jitter so that many don't come back together."""
+    return min(longest, first * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+
+
+async def to_the_end(task: asyncio.Task[T]) -> T:
+    """The task's value. Cancelled, it is waited for all the same: it is somebody's cleaning up."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await asyncio.wait([task])
+        raise
