@@ -83,6 +83,12 @@ def _tool_results(text: str) -> list[str]:
     return [re.findall(r"\d+", result)[-1] for result in results]
 
 
+def _numbers_alone(text: str) -> list[str]:
+    """Lines that are a number. Of calls at once, smolagents tells the results in any order."""
+    first, *others = re.findall(r"^(\d+)(?:<\|im_end\|>)?$", text, re.MULTILINE) or [""]
+    return [first, *sorted(others, reverse=True)] if first else []
+
+
 def _shell(tool: str, argument: str, **more: str) -> Callable[[Sequence[str]], str]:
     def acts(expressions: Sequence[str]) -> str:
         commands = [f"echo $(({expression})) | tee -a {RESULTS_FILE}" for expression in expressions]
@@ -106,13 +112,5 @@ MINI_SWE_AGENT = Manner(
     _shell("bash", "command"),
     lambda answer: call("bash", command=f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo {answer}"),
 )
-SMOL_TOOLS = Manner(
-    _calculations,
-    lambda answer: call("final_answer", answer=answer),
-    lambda text: re.findall(r"Observation:\n(\d+)", text),
-)
-SMOL_CODE = Manner(
-    _code,
-    lambda answer: f'<code>\nfinal_answer("{answer}")\n</code>',
-    lambda text: re.findall(r"^(\d+)$", text, re.MULTILINE),
-)
+SMOL_TOOLS = Manner(_calculations, lambda answer: call("final_answer", answer=answer), _numbers_alone)
+SMOL_CODE = Manner(_code, lambda answer: f'<code>\nfinal_answer("{answer}")\n</code>', _numbers_alone)

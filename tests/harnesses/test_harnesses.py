@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,11 @@ def cases() -> Iterator[Case]:
         yield Case("litellm", "litellm_loop", wire, wire)
         yield Case("litellm", "litellm_loop", f"{wire}-stream", wire, stream=True, key="url")
     yield Case("litellm", "litellm_loop", "responses", "responses")
-    for how in ("", "-stream"):
-        yield Case("smolagents", "smol_agents", f"tools{how}", "chat", stream=bool(how), manner=model.SMOL_TOOLS)
-        yield Case("smolagents", "smol_agents", f"code{how}", "chat", stream=bool(how), manner=model.SMOL_CODE)
+    for how, manner in (("tools", model.SMOL_TOOLS), ("code", model.SMOL_CODE)):
+        why = "it shows the model its own calls as text, other than they were sampled: each turn begins anew"
+        smol = Case("smolagents", "smol_agents", how, "chat", manner=manner, rows=3, why=why)
+        yield smol
+        yield replace(smol, mode=f"{how}-stream", stream=True, deltas=False)
     for wire in ("chat", "responses"):
         yield Case("mini-swe-agent", "mini_swe_agent", wire, wire, manner=model.MINI_SWE_AGENT, tool=False)
     yield Case("claude-code", "claude_code", "print", "anthropic", True, manner=model.CLAUDE_CODE, tool=False)

@@ -34,4 +34,5 @@ def run(modes):
     if asyncio.iscoroutine(outcome):
         outcome = asyncio.run(outcome)
     answer, deltas = outcome if isinstance(outcome, tuple) else (outcome, None)
+    print()  # whatever the harness wrote before
     print(json.dumps({"answer": answer, "deltas": deltas, "tool_calls": _ran}))

@@ -23,10 +23,13 @@ def whole():
 
 async def stream():
     deltas = 0
-    async with agent().run_stream(PROMPT) as result:
-        async for _ in result.stream_text(delta=True, debounce_by=None):
-            deltas += 1
-        return await result.get_output(), deltas
+
+    async def count(context, events):
+        nonlocal deltas
+        async for event in events:
+            deltas += event.event_kind == "part_delta"
+
+    return (await agent().run(PROMPT, event_stream_handler=count)).output, deltas
 
 
 run(

@@ -14,7 +14,7 @@ def talk(model):
 
     def count(**event):
         nonlocal deltas
-        deltas += "data" in event
+        deltas += "contentBlockDelta" in event.get("event", {})
 
     agent = Agent(model=model, tools=[tool(calculator)], system_prompt=SYSTEM, callback_handler=count)
     return str(agent(PROMPT)).strip(), deltas
