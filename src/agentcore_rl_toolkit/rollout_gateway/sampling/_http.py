@@ -11,6 +11,7 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import aiohttp
+from yarl import URL
 
 from ...errors import EngineError
 from ..fastjson import dumps, loads
@@ -22,6 +23,9 @@ _TRANSIENT = frozenset({408, 425, 429, 502, 503, 504})
 _MAX_RETRY_AFTER = 60.0
 _MAX_ERROR = 65_536
 _DETAIL = 400
+_HEALTH = 5.0
+_LARGE = 256_000
+"""Bytes of JSON that take a few ms to read: no work for the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,9 @@ class HttpEngine:
     Each event loop has its own pool of connections; :meth:`aclose` (or ``async with``) closes the running loop's.
     """
 
+    health_path = "/health"
+    """Answers 200 where the server can serve."""
+
     def __init__(
         self,
         base_url: str,
@@ -56,7 +63,12 @@ class HttpEngine:
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url: an http:// or https:// address is required, got {base_url!r}")
-        self.base_url, self.timeouts, self.retries = base_url.rstrip("/"), timeouts, retries
+        self._url, self.timeouts, self.retries = base_url.rstrip("/"), timeouts, retries
+        self.base_url = str(URL(self._url).with_user(None))
+        """The address without credentials: what errors and logs show."""
+        if api_key and URL(self._url).user:
+            raise ValueError("base_url: credentials in the address and an api_key are two ways to say who you are")
+        self._secrets = [secret for secret in (api_key, URL(self._url).password) if secret]
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -69,10 +81,13 @@ class HttpEngine:
         async with self._answer("GET", path, None, None, idle=True) as response:
             return await self._json(response)
 
-    async def post_json(self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None) -> Any:
+    async def post_json(
+        self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None, retry: bool = True
+    ) -> Any:
         """The JSON answer to a POST; None for an empty one. Cancelling closes the connection, which aborts the
-        engine. Only ``timeouts.total`` limits the wait. Raises ``EngineError``."""
-        async with self._answer("POST", path, dumps(body), headers, idle=False) as response:
+        engine. Only ``timeouts.total`` limits the wait. ``retry=False``: for a request that goes on where others
+        ended. Raises ``EngineError``."""
+        async with self._answer("POST", path, dumps(body), headers, idle=False, retry=retry) as response:
             return await self._json(response)
 
     async def events(
@@ -105,6 +120,16 @@ class HttpEngine:
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise self._lost(error) from error
 
+    async def healthy(self) -> bool:
+        """Whether the server says, within a few seconds, that it can serve."""
+        try:
+            async with asyncio.timeout(_HEALTH):
+                response = await self._send("GET", self.health_path, None, None, idle=True)
+                await response.read()
+        except (EngineError, aiohttp.ClientError, TimeoutError):
+            return False
+        return True
+
     # -- connections -------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
@@ -131,7 +156,14 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str] | None, *, idle: bool
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: Mapping[str, str] | None,
+        *,
+        idle: bool,
+        retry: bool = True,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A 200 answer whose body is still to be read, after as many retries as are allowed."""
         attempt = 0
@@ -140,7 +172,8 @@ class HttpEngine:
                 response = await self._send(method, path, data, headers, idle=idle)
                 break
             except EngineError as error:
-                if error.retry_after is None or isinstance(error.__cause__, TimeoutError) or attempt >= self.retries:
+                retries = self.retries if retry and not isinstance(error.__cause__, TimeoutError) else 0
+                if error.retry_after is None or attempt >= retries:
                     raise
                 delay = min(max(error.retry_after, 0.1 * 2**attempt), _MAX_RETRY_AFTER)
             attempt += 1
@@ -161,7 +194,7 @@ class HttpEngine:
         try:
             response = await self._pool().request(
                 method,
-                self.base_url + path,
+                self._url + path,
                 data=data,
                 headers={**self._headers, **(headers or {})},
                 timeout=limits,
@@ -182,7 +215,10 @@ class HttpEngine:
             data = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._lost(error) from error
-        value = self._parse(data) if data.strip() else None
+        if len(data) > _LARGE:
+            value = await asyncio.to_thread(self._parse, data)
+        else:
+            value = self._parse(data) if data.strip() else None
         if isinstance(value, dict) and value.get("error"):
             raise self._refusal(_status_of(value["error"], response.status), data)
         return value
@@ -193,20 +229,26 @@ class HttpEngine:
         try:
             return loads(data)
         except (ValueError, RecursionError) as error:
-            raise EngineError(f"{self.base_url} answered what is no JSON: {_text(data)}") from error
+            raise EngineError(f"{self.base_url} answered what is no JSON: {self._hide(_text(data))}") from error
 
     def _lost(self, error: Exception) -> EngineError:
         reason = str(error) or type(error).__name__
-        return EngineError(f"{self.base_url} could not be reached or broke off: {reason}", retry_after=RETRY_AFTER)
+        message = f"{self.base_url} could not be reached or broke off: {self._hide(reason)}"
+        return EngineError(message, retry_after=RETRY_AFTER)
 
     def _refusal(self, status: int, data: bytes, retry_after: str | None = None) -> EngineError:
         seconds: float | None = None
         if status in _TRANSIENT:
             plain = (retry_after or "").strip()
             seconds = min(float(plain), _MAX_RETRY_AFTER) if plain.isascii() and plain.isdecimal() else RETRY_AFTER
-        error = StatusError(f"{self.base_url} answered {status}: {_text(data)}", retry_after=seconds)
+        error = StatusError(f"{self.base_url} answered {status}: {self._hide(_text(data))}", retry_after=seconds)
         error.status = status
         return error
+
+    def _hide(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "[redacted]")
+        return text
 
 
 class StatusError(EngineError):

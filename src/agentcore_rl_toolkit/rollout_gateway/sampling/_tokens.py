@@ -33,6 +33,7 @@ would change the distribution behind the trainer's back."""
 _NO_LOGPROB = -9998.0
 """JSON has no -inf: vLLM writes -9999, SGLang the smallest float. No sampled token is that unlikely."""
 _PROBE = (1, 2, 3, 4)
+_PROBED = 64
 
 
 class TokenServer(HttpEngine):
@@ -62,7 +63,7 @@ class TokenServer(HttpEngine):
         self.data_parallel = data_parallel
         self._scaled: bool | None = None
         self._verified = False
-        self._verifying: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+        self._verifying: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = WeakKeyDictionary()
 
     # -- the seam ----------------------------------------------------------------------------------------
 
@@ -150,20 +151,19 @@ class TokenServer(HttpEngine):
         if any(value > 1e-3 for value in plain.values()) or math.fsum(map(math.exp, plain.values())) > 1.02:
             raise SetupError(f"{self.base_url} gives logits instead of logprobs. {self.unscaled_logprobs}")
         scaled = await self._top_logprobs(prompt_ids, 2.0)
-        common = [i for i in plain if i in scaled and min(plain[i], scaled[i]) > _NO_LOGPROB]
-        # Dividing by the temperature halves the distances between logprobs; a normaliser does not touch them.
-        distance = max((plain[i] for i in common), default=0.0) - min((plain[i] for i in common), default=0.0)
-        if distance < 0.05:
-            return None
-        halved = max(scaled[i] for i in common) - min(scaled[i] for i in common)
-        return halved < 0.75 * distance
+        self._scaled = _halved(plain, scaled)
+        self._verified = self._scaled is not None
+        return self._scaled
 
     async def _usable(self, prompt_ids: Sequence[int], params: Mapping[str, Any]) -> None:
         if not self._verified:
-            lock = self._verifying.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-            async with lock:
-                if not self._verified:
-                    await self._verify_once(prompt_ids[-64:])
+            # One for all that wait: with the server down, they would otherwise find out one after the other.
+            loop = asyncio.get_running_loop()
+            task = self._verifying.get(loop)
+            if task is None or task.done():
+                task = self._verifying[loop] = loop.create_task(self._verify_once(prompt_ids[-_PROBED:]))
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has seen it
+            await asyncio.shield(task)
         temperature = params.get("temperature", 1.0)
         if self._scaled is False and temperature not in (0.0, 1.0):
             raise EngineError(
@@ -173,13 +173,13 @@ class TokenServer(HttpEngine):
 
     async def _verify_once(self, prompt_ids: Sequence[int]) -> None:
         try:
-            self._scaled = await self.verify(prompt_ids)
+            await self.verify(prompt_ids)
         except SetupError as error:
             raise EngineError(str(error)) from error
         except StatusError as error:
             if error.retry_after is not None:
                 raise
-            # A server that allows no top logprobs can still serve what this prompt can't show.
+            # A server that allows no top logprobs can still serve; each answer is checked as far as it shows.
             logger.warning("can't see which logprobs %s gives: %s", self.base_url, error)
         self._verified = True
 
@@ -192,6 +192,15 @@ class TokenServer(HttpEngine):
         digest = blake2b(session_id.encode(), digest_size=8).digest()
         rank = int.from_bytes(digest, "big") % self.data_parallel if self.data_parallel > 1 else None
         return digest.hex(), rank
+
+
+def _halved(plain: Mapping[int, float], scaled: Mapping[int, float]) -> bool | None:
+    """Whether temperature 2 halves the distances between logprobs, as it must; a normaliser does not touch them."""
+    common = [i for i in plain if i in scaled and min(plain[i], scaled[i]) > _NO_LOGPROB]
+    before, after = [plain[i] for i in common], [scaled[i] for i in common]
+    if not common or max(before) - min(before) < 0.05:
+        return None
+    return max(after) - min(after) < 0.75 * (max(before) - min(before))
 
 
 def version_of(label: object) -> int | None:

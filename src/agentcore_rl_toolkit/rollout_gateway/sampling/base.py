@@ -118,7 +118,7 @@ async def collect(chunks: AsyncIterator[TokenChunk], prompt_ids: list[int]) -> T
     return record
 
 
-def add_versions(versions: list[int | None], chunk: TokenChunk) -> None:
+def add_versions(versions: list[int | None], chunk: TokenChunk | TurnRecord) -> None:
     """Append the policy versions of a chunk's tokens; a list that covers the whole answer replaces them all."""
     version, total = chunk.policy_version, len(versions) + len(chunk.output_ids)
     if not isinstance(version, list):

@@ -21,18 +21,24 @@ OnReturn = Callable[[SamplingBackend, int | None], Awaitable[None]]
 
 _SESSIONS = 100_000
 _RETRY_AFTER = 1.0
+_ABORTED = 60.0
+"""Seconds for aborted turns to end."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine of a router. ``running``: turns it is sampling. ``failures``: failed turns since its last good one.
-    ``down_until``: until this time (``time.monotonic()``) it gets no turn; 0 = it is up. ``error``: its last failure."""
+    """One engine of a router. ``running``: turns it is sampling. ``failures``: how often it failed since its last good
+    turn. ``failed_at``, ``down_until``: when it failed last, and until when it rests (``time.monotonic()``; 0.0 = not).
+    ``error``: its last failure. ``returned``: False from a failure until ``revival`` has succeeded."""
 
     backend: SamplingBackend
     running: int = 0
     failures: int = 0
+    failed_at: float = 0.0
     down_until: float = 0.0
     error: str = ""
+    returned: bool = True
+    revival: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,20 +57,30 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class _Gate:
-    """Lets turns pass, or holds them; any thread may turn it. Turns wait on the loops they run on."""
+    """The turns being sampled. Closed, it holds new ones back. Any thread may use it, turns wait on their loops."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
+    running: set[_Running] = field(default_factory=set)
     waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
 
-    async def passed(self) -> None:
+    async def enter(self) -> _Running:
+        loop = asyncio.get_running_loop()
         while True:
             with self.lock:
                 if not self.closed:
-                    return
+                    turn = _Running(loop)
+                    self.running.add(turn)
+                    return turn
                 event = asyncio.Event()
-                self.waiting.append((asyncio.get_running_loop(), event))
+                self.waiting.append((loop, event))
             await event.wait()
+
+    def close(self) -> None:
+        with self.lock:
+            if self.closed:
+                raise RuntimeError("the weights are being updated already")
+            self.closed = True
 
     def open(self) -> None:
         with self.lock:
@@ -74,14 +90,28 @@ class _Gate:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
 
+    async def idle(self, wait: float) -> bool:
+        """Whether no turn runs any more after at most ``wait`` seconds. Polls: turns may run on another thread."""
+        deadline = time.monotonic() + wait
+        while self.running:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.005)
+        return True
+
+    def abort(self) -> None:
+        for turn in list(self.running):
+            if not turn.loop.is_closed():
+                turn.loop.call_soon_threadsafe(turn.abort)
+
 
 class ReplicaRouter:
     """Spreads turns over replicas of one engine; itself an engine.
 
     A session stays with its replica, where its prefix is cached; a new one goes to the replica with the fewest running
     turns. A replica that fails is left alone for ``cooldown`` seconds (doubled with every further failure, up to
-    ``max_cooldown``), then one turn tries it. A turn whose engine fails before its first token goes to another replica,
-    at most once to each; afterwards the failure is the turn's. Give the replicas ``retries=0``.
+    ``max_cooldown``); then, if it is healthy, one turn tries it. A turn whose engine fails before its first token goes
+    to another replica, at most once to each; afterwards the failure is the turn's. Give the replicas ``retries=0``.
 
     ``policy_version``: version of the weights. A replica that reports another one gets no turn. ``on_return``: awaited
     with a replica and the version before a replica that failed serves again; load the weights there, since a restarted
@@ -100,11 +130,13 @@ class ReplicaRouter:
         if not backends:
             raise ValueError("backends: at least one engine is required")
         self.replicas = [Replica(backend) for backend in backends]
-        self.policy_version, self.on_return = policy_version, on_return
+        self.on_return = on_return
         self.cooldown, self.max_cooldown = cooldown, max_cooldown
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._gate = _Gate()
-        self._turns: set[_Running] = set()
+        self.policy_version: int | None = None
+        if policy_version is not None:
+            self._set_version(policy_version)
         self.min_new_tokens = max(getattr(backend, "min_new_tokens", 1) for backend in backends)
         kinds = {getattr(backend, "stop_kind", "both") for backend in backends} - {"both"}
         self.stop_kind = kinds.pop() if len(kinds) == 1 else "ids" if kinds else "both"
@@ -134,9 +166,7 @@ class ReplicaRouter:
     ) -> AsyncGenerator[TokenChunk]:
         """One answer while it is sampled. Raises ``EngineError``."""
         request = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, "session_id": session_id, **media}
-        await self._gate.passed()
-        turn = _Running(asyncio.get_running_loop())
-        self._turns.add(turn)
+        turn = await self._gate.enter()
         try:
             tried: list[Replica] = []
             while True:
@@ -154,25 +184,50 @@ class ReplicaRouter:
                         raise
                     logger.warning("turn goes to another replica: %s", error)
         finally:
-            self._turns.discard(turn)
+            self._gate.running.discard(turn)
 
     async def _sample(self, replica: Replica, turn: _Running, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:
         """A turn on one replica, which is judged by it."""
+        began = time.monotonic()
         replica.running += 1
         try:
-            if replica.failures and self.on_return is not None:
-                await self.on_return(replica.backend, self.policy_version)
+            if not replica.returned:
+                await self._revive(replica)
             async with aclosing(_chunks(replica.backend, request)) as chunks:
                 async for chunk in _abortable(chunks, turn):
                     self._check_version(chunk)
                     replica.failures, replica.down_until = 0, 0.0
                     yield chunk
         except EngineError as error:
+            if error.retry_after is None and getattr(error, "status", 0) >= 500 and not await _healthy(replica):
+                error.retry_after = _RETRY_AFTER  # not this request's fault
             if error.retry_after is not None and not turn.aborted:
-                self._failed(replica, error)
+                self._failed(replica, error, began)
             raise
         finally:
             replica.running -= 1
+
+    async def _revive(self, replica: Replica) -> None:
+        """What comes before a replica that failed serves again; once for all turns that wait for it."""
+        loop = asyncio.get_running_loop()
+        task = replica.revival
+        if task is None or task.done() or task.get_loop() is not loop:
+            task = replica.revival = loop.create_task(self._return(replica))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the turns have seen it
+        await asyncio.shield(task)
+
+    async def _return(self, replica: Replica) -> None:
+        if not await _healthy(replica):
+            raise EngineError(f"a replica is still not healthy after: {replica.error}", retry_after=_RETRY_AFTER)
+        if self.on_return is not None:
+            try:
+                await self.on_return(replica.backend, self.policy_version)
+            except EngineError:
+                raise
+            except Exception as error:
+                logger.exception("on_return failed")
+                raise EngineError(f"on_return raised {type(error).__name__}", retry_after=_RETRY_AFTER) from error
+        replica.returned = True
 
     # -- choice ------------------------------------------------------------------------------------------
 
@@ -197,21 +252,24 @@ class ReplicaRouter:
                 self._homes.popitem(last=False)
         return chosen
 
-    def _failed(self, replica: Replica, error: EngineError) -> None:
-        now = time.monotonic()
-        if replica.down_until <= now:  # turns that fail together are one failure
-            replica.failures += 1
-            replica.down_until = now + self._rest(replica)
+    def _failed(self, replica: Replica, error: EngineError, began: float) -> None:
         replica.error = str(error)
+        if began < replica.failed_at:
+            return  # turns that ran side by side and fail together are one failure
+        replica.failed_at = time.monotonic()
+        replica.failures += 1
+        replica.returned = False
+        replica.down_until = replica.failed_at + self._rest(replica)
 
     def _rest(self, replica: Replica) -> float:
         return float(min(self.cooldown * 2 ** max(replica.failures - 1, 0), self.max_cooldown))
 
     def _check_version(self, chunk: TokenChunk) -> None:
         wanted, found = self.policy_version, chunk.policy_version
-        if wanted is None or found is None or set(found if isinstance(found, list) else [found]) <= {wanted}:
+        if wanted is None or found is None:
             return
-        raise EngineError(f"a replica samples with weights {found}, current are {wanted}", retry_after=_RETRY_AFTER)
+        for other in set(found if isinstance(found, list) else [found]) - {wanted}:
+            raise EngineError(f"a replica samples with weights {other}, current are {wanted}", retry_after=_RETRY_AFTER)
 
     # -- weights -------------------------------------------------------------------------------------------
 
@@ -222,31 +280,26 @@ class ReplicaRouter:
         New turns wait. Running ones get ``wait`` seconds to end, then they fail with a retryable ``EngineError``.
         Afterwards ``version`` (the last one + 1 if None) is the current one, also of replicas that keep a
         ``policy_version`` of their own. If the block raises, the version stays. May be used from any thread's loop.
+        Raises ``TimeoutError`` where a turn does not end within a minute of its abort.
         """
-        with self._gate.lock:
-            if self._gate.closed:
-                raise RuntimeError("the weights are being updated already")
-            self._gate.closed = True
+        self._gate.close()
         try:
-            await self._idle(wait)
-            for turn in list(self._turns):
-                turn.loop.call_soon_threadsafe(turn.abort)
-            await self._idle(None)
+            if not await self._gate.idle(wait):
+                self._gate.abort()
+                if not await self._gate.idle(_ABORTED):
+                    raise TimeoutError(f"{len(self._gate.running)} turns did not end: their clients do not read")
             yield
             if version is None and self.policy_version is not None:
                 version = self.policy_version + 1
-            self.policy_version = version
-            for replica in self.replicas:
-                if hasattr(replica.backend, "policy_version"):
-                    replica.backend.policy_version = version
+            self._set_version(version)
         finally:
             self._gate.open()
 
-    async def _idle(self, wait: float | None) -> None:
-        """Until no turn runs, or ``wait`` seconds. Polls: the turns may run on another thread's loop."""
-        deadline = None if wait is None else time.monotonic() + wait
-        while self._turns and (deadline is None or time.monotonic() < deadline):
-            await asyncio.sleep(0.005)
+    def _set_version(self, version: int | None) -> None:
+        self.policy_version = version
+        for replica in self.replicas:
+            if hasattr(replica.backend, "policy_version"):
+                replica.backend.policy_version = version
 
     # -- end -----------------------------------------------------------------------------------------------
 
@@ -255,6 +308,11 @@ class ReplicaRouter:
         for replica in self.replicas:
             if aclose := getattr(replica.backend, "aclose", None):
                 await aclose()
+
+
+async def _healthy(replica: Replica) -> bool:
+    healthy = getattr(replica.backend, "healthy", None)
+    return healthy is None or bool(await healthy())
 
 
 async def _chunks(backend: SamplingBackend, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:

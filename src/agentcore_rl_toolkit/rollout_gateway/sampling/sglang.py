@@ -44,14 +44,6 @@ class SglangBackend(TokenServer):
         window = (await self.get_json("/server_info") or {}).get("context_length")
         return window if isinstance(window, int) else None
 
-    async def healthy(self) -> bool:
-        """Whether the server says it can serve."""
-        try:
-            await self.get_json("/health")
-        except EngineError:
-            return False
-        return True
-
     async def aclose(self) -> None:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2.0)
@@ -143,11 +135,12 @@ class _Answer:
         new_ids = [triple[1] for triple in new]
         self.ids += new_ids
         self._reconcile(event.get("output_ids"), new_ids, completed)
-        version: int | list[int] | None = versions_of(meta.get("weight_versions"), len(self.ids)) if reason else None
+        versions = versions_of(meta.get("weight_versions"), len(self.ids))
+        version = version_of(meta.get("weight_version"))
         return TokenChunk(
             new_ids,
             [triple[0] for triple in new],
-            policy_version=version_of(meta.get("weight_version")) if version is None else version,
+            policy_version=version if versions is None else versions[seen:],
             finish_reason=reason.get("type"),
         )
 

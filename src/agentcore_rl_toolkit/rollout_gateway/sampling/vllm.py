@@ -48,14 +48,6 @@ class VllmBackend(TokenServer):
         window = named[0].get("max_model_len")
         return window if isinstance(window, int) else None
 
-    async def healthy(self) -> bool:
-        """Whether the server says it can serve."""
-        try:
-            await self.get_json("/health")
-        except EngineError:
-            return False
-        return True
-
     async def _pieces(
         self, prompt_ids: list[int], params: Mapping[str, Any], session_id: str | None, media: Mapping[str, Any]
     ) -> AsyncGenerator[TokenChunk]:

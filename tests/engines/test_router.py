@@ -1,0 +1,270 @@
+"""``ReplicaRouter`` over fake servers: affinity, load, failover, versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from agentcore_rl_toolkit.errors import EngineError
+from agentcore_rl_toolkit.rollout_gateway.sampling.router import ReplicaRouter
+from agentcore_rl_toolkit.rollout_gateway.sampling.sglang import SglangBackend
+from agentcore_rl_toolkit.rollout_gateway.sampling.vllm import VllmBackend
+from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_engine, oracle_logprobs
+
+from .fakes import EOS, VOCABULARY, FakeSglang, FakeVllm, answer, decode
+
+PROMPT = [1, 2, 3]
+
+
+def request(session: str | None = None, tokens: int = 6) -> dict:
+    return {"prompt_ids": PROMPT, "sampling_params": {"max_tokens": tokens}, "session_id": session}
+
+
+@asynccontextmanager
+async def replicas(*servers, **options):
+    """The servers, started, behind a router."""
+    for server in servers:
+        await server.start()
+    kind = SglangBackend if isinstance(servers[0], FakeSglang) else VllmBackend
+    router = ReplicaRouter([kind(server.url, retries=0) for server in servers], **options)
+    for replica in router.replicas:
+        await replica.backend.verify()
+    for server in servers:
+        server.requests.clear()
+    try:
+        yield router
+    finally:
+        await router.aclose()
+        for server in servers:
+            await server.stop()
+
+
+async def test_a_router_is_an_engine():
+    servers = [FakeVllm(delay=0.001), FakeVllm(delay=0.001)]
+    async with replicas(*servers) as router:
+        results = await check_engine(
+            router,
+            vocabulary_size=VOCABULARY,
+            oracle=oracle_logprobs,
+            decode=decode,
+            running=lambda: sum(server.running for server in servers),
+            stop_token_ids=[EOS],
+        )
+        assert set(results.values()) == {"passed"}
+        assert [replica.running for replica in router.replicas] == [0, 0]
+
+
+async def test_a_session_stays_and_new_ones_go_where_the_least_runs():
+    servers = [FakeVllm(delay=0.005), FakeVllm(delay=0.005), FakeVllm(delay=0.005)]
+    async with replicas(*servers) as router:
+        for _ in range(3):
+            await asyncio.gather(*(router.generate(**request(f"session-{i}")) for i in range(9)))
+        seen = [Counter(h["X-Session-ID"] for _, _, h in server.requests) for server in servers]
+        assert [set(counter.values()) for counter in seen] == [{3}, {3}, {3}], "a session moved"
+        assert [len(counter) for counter in seen] == [3, 3, 3]
+
+
+async def test_a_turn_that_has_not_begun_goes_to_another_replica_and_its_session_with_it():
+    dead, alive = FakeVllm(), FakeVllm()
+    async with replicas(dead, alive, cooldown=30.0) as router:
+        await router.generate(**request("mine"))
+        assert (len(dead.requests), len(alive.requests)) == (1, 0)
+        await dead.stop()
+        for _ in range(3):
+            assert (await router.generate(**request("mine"))).output_ids == answer(PROMPT)[:6]
+        assert len(alive.requests) == 3
+        down = router.replicas[0]
+        assert down.failures == 1
+        assert "could not be reached" in down.error
+
+
+async def test_a_turn_that_has_begun_fails_typed():
+    broken, other = FakeVllm("drop"), FakeVllm()
+    async with replicas(broken, other, cooldown=30.0) as router:
+        with pytest.raises(EngineError, match="broke off") as caught:
+            await router.generate(**request("mine"))
+        assert caught.value.retry_after is not None
+        assert other.requests == [], "sampled twice"
+        await router.generate(**request("mine"))
+        assert len(other.requests) == 1
+
+
+async def test_what_is_wrong_with_the_request_is_no_fault_of_the_replica():
+    servers = [FakeVllm(), FakeVllm()]
+    async with replicas(*servers) as router:
+        with pytest.raises(EngineError, match="maximum context length"):
+            await router.generate(prompt_ids=[1] * 5000, sampling_params={"max_tokens": 2})
+        assert [replica.failures for replica in router.replicas] == [0, 0]
+        assert sorted(len(server.requests) for server in servers) == [0, 1]
+
+
+async def test_a_server_whose_engine_is_dead_is_no_fault_of_the_request():
+    sick, well = FakeVllm(), FakeVllm()
+    async with replicas(sick, well, cooldown=0.05) as router:
+        sick.broken = 500
+        assert (await router.generate(**request("mine"))).output_ids == answer(PROMPT)[:6], "not healthy: the next one"
+        assert len(sick.requests) == 1
+        await asyncio.sleep(0.1)
+        for i in range(4):
+            await router.generate(**request(f"new-{i}"))
+        assert len(sick.requests) == 1, "a turn was sent to a server that says it is not healthy"
+        assert "still not healthy after" in router.replicas[0].error
+        sick.broken, well.broken = 0, 0
+        await asyncio.sleep(0.3)
+        await asyncio.gather(*(router.generate(**request(f"newer-{i}")) for i in range(4)))
+        assert len(sick.requests) > 1
+
+
+async def test_a_request_that_a_healthy_server_fails_at_takes_no_replica_down():
+    servers = [FakeVllm(), FakeVllm()]
+    async with replicas(*servers) as router:
+        for server in servers:
+            server.broken = 501
+        with pytest.raises(EngineError, match="500"):
+            await router.generate(**request())
+        assert [replica.failures for replica in router.replicas] == [0, 0]
+
+
+async def test_all_down_is_an_error_that_may_pass():
+    servers = [FakeVllm(), FakeVllm()]
+    async with replicas(*servers, cooldown=30.0) as router:
+        for server in servers:
+            await server.stop()
+        for _ in range(2):
+            with pytest.raises(EngineError, match="could not be reached") as caught:
+                await router.generate(**request())
+            assert caught.value.retry_after is not None
+        await servers[1].start()
+        await router.generate(**request())
+        assert router.replicas[1].failures == 0
+
+
+async def test_a_replica_that_comes_back_gets_its_weights_before_one_turn_tries_it():
+    first, second = FakeVllm(), FakeVllm()
+    returned = []
+
+    async def load(backend, version):
+        returned.append((backend.base_url, version))
+
+    async with replicas(first, second, cooldown=0.1, on_return=load, policy_version=3) as router:
+        await first.stop()
+        await router.generate(**request("a"))
+        assert router.replicas[0].failures == 1
+        await first.start()
+        await asyncio.sleep(0.15)
+        first.requests.clear()
+        await asyncio.gather(*(router.generate(**request(f"new-{i}")) for i in range(4)))
+        assert returned == [(first.url, 3)]
+        assert router.replicas[0].failures == 0
+        assert len(first.requests) == 1, "all at once on a replica that may still be down"
+        await asyncio.gather(*(router.generate(**request(f"newer-{i}")) for i in range(4)))
+        assert len(first.requests) == 3
+
+
+async def test_the_rest_grows_with_every_failure_and_ends_with_success():
+    first, second = FakeVllm(), FakeVllm()
+    async with replicas(first, second, cooldown=0.05, max_cooldown=0.15) as router:
+        await first.stop()
+        rests = []
+        for _ in range(4):
+            router._homes["s"] = router.replicas[0]
+            await router.generate(**request("s"))
+            replica = router.replicas[0]
+            rests.append(round(replica.down_until - replica.failed_at, 3))
+            await asyncio.sleep(0.2)
+        assert rests == [0.05, 0.1, 0.15, 0.15]
+
+
+async def test_no_turn_is_sampled_by_two_versions():
+    servers = [FakeSglang(delay=0.01, version="1"), FakeSglang(delay=0.01, version="1")]
+    async with replicas(*servers, policy_version=1) as router:
+        turns = [asyncio.create_task(router.generate(**request(f"s{i}"))) for i in range(6)]
+        await asyncio.sleep(0.02)
+        async with router.updating(wait=10.0):
+            assert [server.running for server in servers] == [0, 0]
+            late = asyncio.create_task(router.generate(**request("late")))
+            await asyncio.sleep(0.05)
+            assert [server.running for server in servers] == [0, 0], "a turn began during the update"
+            for server in servers:
+                server.version = "2"
+            with pytest.raises(RuntimeError, match="being updated already"):
+                async with router.updating():
+                    pass
+        assert [(await turn).policy_version for turn in turns] == [1] * 6
+        assert (await late).policy_version == 2
+        assert router.policy_version == 2
+
+
+async def test_a_turn_that_takes_too_long_is_aborted_by_the_update():
+    servers = [FakeVllm(delay=0.02), FakeVllm(delay=0.02)]
+    async with replicas(*servers, policy_version=1) as router:
+        turns = [asyncio.create_task(router.generate(**request(f"s{i}", 300))) for i in range(4)]
+        await asyncio.sleep(0.2)
+        async with router.updating(7, wait=0.05):
+            for _ in range(100):
+                if not any(server.running for server in servers):
+                    break
+                await asyncio.sleep(0.01)
+            assert [server.running for server in servers] == [0, 0], "the engine goes on"
+        for error in await asyncio.gather(*turns, return_exceptions=True):
+            assert isinstance(error, EngineError)
+            assert "the weights are being updated" in str(error)
+            assert error.retry_after is not None
+        assert [replica.failures for replica in router.replicas] == [0, 0]
+        assert (await router.generate(**request())).policy_version == 7
+
+
+async def test_an_update_that_fails_keeps_the_version_and_lets_turns_pass():
+    async with replicas(FakeVllm(), policy_version=1) as router:
+        with pytest.raises(OSError, match="disk"):
+            async with router.updating():
+                raise OSError("disk")
+        assert (await router.generate(**request())).policy_version == 1
+
+
+async def test_a_replica_with_other_weights_gets_no_turn():
+    stale, good = FakeSglang(version="1"), FakeSglang(version="2")
+    async with replicas(stale, good, policy_version=2, cooldown=30.0) as router:
+        records = [await router.generate(**request(f"s{i}")) for i in range(3)]
+        assert [record.policy_version for record in records] == [2, 2, 2]
+        assert "samples with weights 1, current are 2" in router.replicas[0].error
+        assert len(stale.requests) == 1
+
+
+async def test_an_update_from_another_threads_loop():
+    async with replicas(FakeVllm(delay=0.002), policy_version=1) as router:
+        turns = [asyncio.create_task(router.generate(**request(f"s{i}", 30))) for i in range(8)]
+        await asyncio.sleep(0.01)
+
+        async def update() -> None:
+            async with router.updating(2, wait=5.0):
+                await asyncio.sleep(0.05)
+
+        updating = asyncio.create_task(asyncio.to_thread(asyncio.run, update()))
+        await asyncio.sleep(0.01)
+        late = await router.generate(**request("late"))
+        await updating
+        assert late.policy_version == 2
+        assert {(await turn).policy_version for turn in turns} == {1}
+
+
+async def test_engines_without_streaming_are_routed_too():
+    class Whole:
+        """Answers in one piece."""
+
+        def __init__(self) -> None:
+            self.backend = ScriptedBackend(answer)
+
+        async def generate(self, **call):
+            return await self.backend.generate(**call)
+
+    router = ReplicaRouter([Whole(), Whole()])
+    record = await router.generate(**request())
+    assert record.output_ids == answer(PROMPT)[:6]
+    async with aclosing(router.stream(**request())) as chunks:
+        assert [chunk.finish_reason async for chunk in chunks] == ["length"]
+    with pytest.raises(ValueError, match="at least one engine"):
+        ReplicaRouter([])
