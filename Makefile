@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-slow test-conformance check lint types clean help
+.PHONY: demo test test-slow test-conformance test-harnesses check lint types clean help
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -23,13 +23,16 @@ demo: $(VENV)/.local ## train a small agent on this machine, start to finish
 	$(RUN) -m agentcore_rl_toolkit demo $(ARGS)
 
 test: $(VENV)/.dev ## the tests (under 8 minutes)
-	$(RUN) -m pytest -m 'not slow and not conformance' $(ARGS)
+	$(RUN) -m pytest -m 'not slow and not conformance and not harness' $(ARGS)
 
 test-slow: $(VENV)/.dev ## the tests marked slow
 	$(RUN) -m pytest -m slow $(ARGS)
 
 test-conformance: $(VENV)/.dev ## every model family through the gateway (scripts/fetch_tokenizers.py gets them)
 	$(RUN) -m pytest -m conformance tests/conformance $(ARGS)
+
+test-harnesses: $(VENV)/.dev ## agent harnesses of others against the gateway (installs them; needs npm)
+	$(RUN) -m pytest -m harness tests/harnesses $(ARGS)
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
