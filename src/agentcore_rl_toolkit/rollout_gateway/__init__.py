@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .sampling import SamplingBackend as SamplingBackend
     from .sampling import TokenChunk as TokenChunk
     from .sampling import TurnRecord as TurnRecord
+    from .sampling.router import ReplicaRouter as ReplicaRouter
+    from .sampling.sglang import SglangBackend as SglangBackend
+    from .sampling.vllm import VllmBackend as VllmBackend
     from .server import ThreadedGatewayServer as ThreadedGatewayServer
     from .server import gateway_app as gateway_app
     from .sessions import Session as Session
@@ -21,14 +24,17 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "HfTemplateRenderer": ("render.hf", "tokenizers"),
+    "ReplicaRouter": ("sampling.router", None),
     "RolloutGateway": ("gateway", "numpy"),
     "SamplingBackend": ("sampling", None),
     "Session": ("sessions", "numpy"),
+    "SglangBackend": ("sampling.sglang", "aiohttp"),
     "Status": ("traces.record", "numpy"),
     "ThreadedGatewayServer": ("server", "aiohttp"),
     "TokenChunk": ("sampling", None),
     "TraceRecord": ("traces.record", "numpy"),
     "TurnRecord": ("sampling", None),
+    "VllmBackend": ("sampling.vllm", "aiohttp"),
     "gateway_app": ("server", "aiohttp"),
 }
 """Public name -> (module, package of the extra that it needs)."""
