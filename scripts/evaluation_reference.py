@@ -54,17 +54,14 @@ def main() -> None:
     degrees = (1, 2, 3, 4, 7, 10, 99, 100, 2500, 20_000)
     reference = {
         "versions": {"scipy": scipy.__version__, "statsmodels": statsmodels.__version__, "numpy": np.__version__},
-        "student_t": [
-            [p, df, stats.t.ppf(p, df)]
-            for p in (0.9, 0.975, 0.995)
-            for df in (1, 2, 3, 4, 7, 10, 99, 100, 2500, 20_000)
-        ],
+        "student_t": [[p, df, stats.t.ppf(p, df)] for p in (0.9, 0.975, 0.995) for df in degrees],
         "mean": [clustered(balanced), clustered(unequal), clustered([[0.5], [0.75]])],
         "proportion": [
             share(mixed),
             share([[1.0] * 3] * 10),
             share([[0.0]] * 5),
             share([[0.0, 1.0]] * 6),
+            share([[0.0, 1.0]] * 5 + [[0.0, 1.0, 1.0]]),
             share([[1.0] * 4] * 29 + [[0.0, 1.0, 1.0, 1.0]]),
         ],
         "paired": {"a": before, "b": after, "low": interval.low, "high": interval.high},

@@ -197,6 +197,7 @@ def test_a_signal_stops_the_sessions_and_keeps_what_is_there(evaluation, number)
     evaluation.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(evaluation):
     evaluation.tasks(*({"id": f"t{i}", "value": 1.0, "sleep": 0 if i < 3 else 1.5} for i in range(6)))
     process = evaluation.start_local("--max-concurrent", "3")
@@ -225,7 +226,7 @@ def test_the_agent_learns_about_its_model_and_the_key_is_not_kept(evaluation):
     assert (config["model_id"], config["api_key"]) == ("m", "***")
     assert config["base_url"] == "http://127.0.0.1:9/sessions/***/v1"
     kept = [path.read_text() for path in (evaluation.folder / "run").iterdir() if path.is_file()]
-    assert len(kept) == 4
+    assert len(kept) == 5  # results, report as JSON and as text, settings, ledger
     assert not any("sk-" in content for content in kept)
 
 
@@ -258,15 +259,43 @@ def test_on_a_terminal_it_draws_a_bar_and_gives_the_cursor_back(evaluation):
     assert "\x1b" not in output
 
 
-def test_a_deployed_agent_is_named_by_arguments_or_the_environment(evaluation):
-    evaluation.tasks({"id": "a", "value": 1.0})
+@pytest.fixture
+def deployed(evaluation: Eval) -> Iterator[dict[str, str]]:
+    """The environment in which ``evaluation``'s agent is a deployed one."""
     ran = {"RAN": str(evaluation.folder / "ran.log")}
     with LocalAgentCore("python agent.py", cwd=evaluation.folder, env=ran) as local:
         place = {"AGENTCORE_AGENT_ARN": local.agent_runtime_arn, "AGENTCORE_S3_BUCKET": local.bucket}
-        process = evaluation.start("eval", "--data", "tasks.jsonl", "--out", "run", **local.environment(), **place)
-        _, errors = process.communicate(timeout=30)
+        yield {**local.environment(), **place}
+
+
+@pytest.mark.slow
+def test_a_deployed_agent_outlives_a_killed_run_and_runs_nothing_twice(evaluation, deployed):
+    evaluation.tasks(*({"id": f"t{i}", "value": 1.0, "sleep": 0 if i < 2 else 4} for i in range(6)))
+    command = "eval", "--data", "tasks.jsonl", "--out", "run", "--max-concurrent", "4"
+    process = evaluation.start(*command, **deployed)
+    evaluation.wait_for(process, results=2, running=4)
+    process.kill()
+    process.communicate()
+    process = evaluation.start(*command, **deployed)
+    _, errors = process.communicate(timeout=40)
     assert process.returncode == 0, errors
-    assert evaluation.report()["mean_reward"]["value"] == 1.0
+    assert evaluation.ran() == {f"t{i}": 1 for i in range(6)}
+    assert sorted(r["task"] for r in evaluation.results()) == [f"t{i}" for i in range(6)]
+
+
+def test_one_process_at_a_time(evaluation, deployed):
+    evaluation.tasks({"id": "a", "value": 1.0}, {"id": "b", "value": 1.0, "sleep": 60})
+    command = "eval", "--data", "tasks.jsonl", "--out", "run"
+    first = evaluation.start(*command, **deployed)
+    evaluation.wait_for(first, results=1, running=2)
+    second = evaluation.start(*command, **deployed)
+    _, errors = second.communicate(timeout=20)
+    assert second.returncode == 2
+    assert "in use by another process" in errors
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=20)
+    assert first.returncode == 130
+    assert evaluation.ran() == {"a": 1, "b": 1}
 
 
 @pytest.mark.parametrize(

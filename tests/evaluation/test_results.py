@@ -10,14 +10,15 @@ from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.evaluation.compare import compare
 from agentcore_rl_toolkit.evaluation.report import Rule, make_report, markdown, plain, tables, text
 from agentcore_rl_toolkit.evaluation.results import RunDirectory, Sample, Task, read_samples, read_tasks
-from agentcore_rl_toolkit.evaluation.run import judge, missing
+from agentcore_rl_toolkit.evaluation.run import finished, judge
 
 SETTINGS = {"agent": "python rl_app.py", "model_id": None}
 
 
 def sample(task: str = "t", number: int = 0, reward: float | None = 1.0, **changes) -> Sample:
     outcome = changes.pop("outcome", Outcome.SUCCEEDED)
-    return Sample(task, changes.pop("digest", task), 0, number, outcome, reward, 1.0, "input", "session", **changes)
+    digest, elapsed = changes.pop("digest", task), changes.pop("elapsed", 1.0)
+    return Sample(task, digest, 0, number, outcome, reward, elapsed, "input", "session", **changes)
 
 
 def samples(**rewards: list[float | None]) -> list[Sample]:
@@ -86,10 +87,10 @@ def test_samples_are_there_again_after_a_crash_in_the_middle_of_a_line(tmp_path)
     assert read_samples(results) == [first, second]
 
     directory = RunDirectory(tmp_path / "run", SETTINGS)
-    assert directory.samples == [first, second]
-    assert results.read_bytes() == whole
+    assert list(directory.samples.values()) == [first, second]
     directory.add(sample(number=2), None)
     directory.close()
+    assert results.read_bytes().startswith(whole)
     assert [s.sample for s in read_samples(results)] == [0, 1, 2]
 
 
@@ -154,15 +155,26 @@ def test_a_directory_that_cannot_be_one(tmp_path):
         RunDirectory(tmp_path / "file", SETTINGS)
 
 
-def test_what_is_missing(tmp_path):
+def test_what_has_finished(tmp_path):
     tasks = [Task("t", {}, "t"), Task("u", {}, "u")]
     directory = RunDirectory(tmp_path, SETTINGS)
     directory.add(sample(number=1), None)
+    directory.add(sample(number=2, reward=None, outcome=Outcome.RUNTIME_FAILED), None)
     directory.close()
-    assert missing(tasks, 2, directory) == [(0, 0), (1, 0), (1, 1)]
-    assert missing(tasks[:1], 3, directory) == [(0, 0), (0, 2)]
+    assert [s.sample for s in finished(tasks, 3, directory)] == [1, 2]
+    assert [s.sample for s in finished(tasks, 2, directory)] == [1]
+    assert [s.lost for s in directory.samples.values()] == [False, True]
     with pytest.raises(SetupError, match="the data has changed"):
-        missing([Task("t", {}, "another")], 1, directory)
+        finished([Task("t", {}, "another")], 2, directory)
+
+
+def test_a_sample_that_was_lost_and_run_again_counts_once(tmp_path):
+    directory = RunDirectory(tmp_path, SETTINGS)
+    directory.add(sample(reward=None, outcome=Outcome.RUNTIME_FAILED), None)
+    directory.add(sample(), None)
+    directory.close()
+    assert read_samples(tmp_path / "results.jsonl") == [sample()]
+    assert list(RunDirectory(tmp_path, SETTINGS).samples.values()) == [sample()]
 
 
 def test_a_result_that_is_no_json_is_not_kept_but_its_reward_is(tmp_path):
@@ -176,14 +188,14 @@ def test_a_result_that_is_no_json_is_not_kept_but_its_reward_is(tmp_path):
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1.0", [0.5, math.nan]])
 def test_a_reward_that_is_no_finite_number_is_the_agents_failure(reward):
-    found = judge(BatchItem(True, {"rewards": reward}), Task("t", {}, "t"), 3, 1)
+    found = judge(BatchItem(True, {"rewards": reward}, index=3, sample=1), Task("t", {}, "t"))
     assert (found.outcome, found.reward, found.index, found.sample) == (Outcome.AGENT_FAILED, None, 3, 1)
     assert "a finite number is required" in found.error
 
 
 def test_a_failed_rollouts_reward_does_not_count():
     item = BatchItem(False, {"rewards": 1.0, "status_code": 500}, "boom", outcome=Outcome.AGENT_FAILED)
-    assert judge(item, Task("t", {}, "t"), 0, 0).reward is None
+    assert judge(item, Task("t", {}, "t")).reward is None
 
 
 # -- reports ---------------------------------------------------------------------------------------------
@@ -226,8 +238,10 @@ def test_notes_tell_what_is_missing():
 
 
 def test_latency_is_that_of_rollouts_that_did_not_fail():
-    found = make_report(samples(a=[1.0] * 3, b=[None]), ["a", "b"], 3, Rule())
-    assert found.latency == {"p50": 1.0, "p90": 1.0, "p95": 1.0, "p99": 1.0, "max": 1.0}
+    some = [sample(number=i, elapsed=float(i)) for i in range(11)]
+    some.append(sample(number=11, reward=None, outcome=Outcome.TIMED_OUT, elapsed=900.0))
+    found = make_report(some, ["t"], 12, Rule())
+    assert found.latency == {"p50": 5.0, "p90": 9.0, "p95": 9.5, "p99": 9.9, "max": 10.0}
 
 
 @pytest.mark.parametrize("some", [{}, {"a": [None]}, {"a": [1.0]}, {"a": [1.0, 0.5], "b": [0.0]}])

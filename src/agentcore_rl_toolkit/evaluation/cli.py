@@ -6,11 +6,10 @@ import argparse
 import json
 import math
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,29 +128,28 @@ def _object(text: str) -> dict[str, Any]:
 def _run_eval(arguments: argparse.Namespace) -> int:
     from .report import Rule, make_report
     from .results import RunDirectory, read_tasks
-    from .run import counted, missing
+    from .run import finished
 
     rule = Rule(arguments.threshold, arguments.failed_as_zero)
     tasks = read_tasks(arguments.data, limit=arguments.limit)
     directory = RunDirectory(arguments.out, _settings(arguments))
     interrupted = False
-    with _terminable():
+    with _terminable(), closing(directory):
         try:
-            if todo := missing(tasks, arguments.samples, directory):
-                _evaluate(arguments, tasks, todo, directory)
+            before = [sample for sample in finished(tasks, arguments.samples, directory) if not sample.lost]
+            if len(before) < len(tasks) * arguments.samples:
+                _evaluate(arguments, tasks, before, directory)
         except KeyboardInterrupt:
             interrupted = True
-        finally:
-            directory.close()
-    finished = counted(tasks, arguments.samples, directory)
-    report = make_report(finished, [task.id for task in tasks], arguments.samples, rule)
+    samples = finished(tasks, arguments.samples, directory)
+    report = make_report(samples, [task.id for task in tasks], arguments.samples, rule)
     _write(report, directory)
     if interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
     if report.scored or not tasks:
         return 0
-    print(f"no sample has a reward; the first error: {_first_error(finished)}", file=sys.stderr)
+    print(f"no sample has a reward; the first error: {_first_error(samples)}", file=sys.stderr)
     return 1
 
 
@@ -183,26 +181,25 @@ def _deployed(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 def _evaluate(
-    arguments: argparse.Namespace, tasks: Sequence[Task], todo: Sequence[tuple[int, int]], directory: RunDirectory
+    arguments: argparse.Namespace, tasks: Sequence[Task], before: Sequence[Sample], directory: RunDirectory
 ) -> None:
     from .._redact import find_secrets
     from .progress import progress
-    from .run import counted, evaluate
+    from .run import evaluate
 
     concurrent = arguments.max_concurrent or (8 if arguments.local else 64)
     key = _api_key(arguments.api_key_env)
-    finished = counted(tasks, arguments.samples, directory)
     with ExitStack() as stack:
-        client = _client(arguments, stack, concurrent, key)
-        show = stack.enter_context(progress(len(finished) + len(todo), finished, plain=arguments.plain))
+        client = _client(arguments, stack, concurrent, key, directory.exp_id)
+        total = len(tasks) * arguments.samples
         evaluate(
             client,
             tasks,
-            todo,
+            arguments.samples,
             directory,
             timeout=arguments.timeout,
             max_concurrent=concurrent,
-            show=show,
+            show=stack.enter_context(progress(total, before, plain=arguments.plain)),
             secrets=list(find_secrets({"base_url": arguments.base_url, "api_key": key})),
         )
 
@@ -213,7 +210,9 @@ def _api_key(name: str | None) -> str | None:
     return os.environ[name] if name else None
 
 
-def _client(arguments: argparse.Namespace, stack: ExitStack, concurrent: int, key: str | None) -> RolloutClient:
+def _client(
+    arguments: argparse.Namespace, stack: ExitStack, concurrent: int, key: str | None, exp_id: str
+) -> RolloutClient:
     from ..client import RolloutClient
 
     tps = arguments.tps_limit
@@ -237,7 +236,7 @@ def _client(arguments: argparse.Namespace, stack: ExitStack, concurrent: int, ke
         RolloutClient(
             arn,
             bucket,
-            exp_id=re.sub(r"[^A-Za-z0-9_-]+", "-", f"eval-{arguments.out.resolve().name}")[:100],
+            exp_id=exp_id,
             tps_limit=tps,
             max_pool_connections=min(concurrent, 64),
             base_url=arguments.base_url,

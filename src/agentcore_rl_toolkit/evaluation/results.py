@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import ContractError, Outcome, SetupError
 from ..protocol import dumps
@@ -51,6 +53,11 @@ class Sample:
     def failed(self) -> bool:
         return self.outcome not in (Outcome.SUCCEEDED, Outcome.TRUNCATED)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the failure says nothing about the agent: such a sample is run again when its run goes on."""
+        return self.outcome in (Outcome.RUNTIME_FAILED, Outcome.CANCELLED)
+
 
 def read_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
     """The first ``limit`` tasks of a JSONL file, each line one payload; empty lines are skipped.
@@ -77,16 +84,13 @@ def read_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a ``results.jsonl``. A last line that a crash cut off does not count.
+    """The samples of a ``results.jsonl``; of two lines for one sample the later counts.
 
-    Raises ``SetupError`` with the line's number for any other line that holds no sample.
+    A last line that a crash cut off does not count. Raises ``SetupError`` with the line's number for any other line
+    that holds no sample.
     """
-    return _samples(path, _complete(_read(path)))
-
-
-def _samples(path: Path, data: bytes) -> list[Sample]:
     samples = {}
-    for number, row in _objects(path, data.splitlines()):
+    for number, row in _objects(path, _complete(_read(path)).splitlines()):
         try:
             sample = _sample(row)
         except (KeyError, ArithmeticError, ValueError) as error:
@@ -130,9 +134,10 @@ def _complete(data: bytes) -> bytes:
     """``data`` without a last line that was cut off."""
     whole, tail = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
     try:
-        return data + b"\n" if isinstance(json.loads(tail), dict) else whole  # an editor may leave out the newline
+        json.loads(tail)
     except ValueError:
         return whole
+    return data + b"\n"  # an editor may leave it out
 
 
 def _objects(path: Path, lines: list[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -162,42 +167,48 @@ def _finite(text: str) -> float:
 class RunDirectory:
     """The directory of one run: ``run.json`` (what is evaluated), ``results.jsonl`` (one line a finished sample).
 
-    ``settings``: what must be the same when a run goes on; the first run writes them. ``samples``: those that
-    have finished. Raises ``SetupError`` if the directory can't be used, or holds a run with other settings.
+    ``settings``: what must be the same when a run goes on; the first run writes them. ``exp_id``: the run's place in
+    the bucket. ``samples``: what has ended, by position in the data and sample. Raises ``SetupError`` if the
+    directory can't be used, or holds a run with other settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        results = path / RESULTS
+        self.samples: dict[tuple[int, int], Sample] = {}
+        self._lines: BinaryIO | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._check(settings)
-            self._lines = results.open("ab", buffering=0)  # a line is one write: whole or not
-            before = _read(results)
-            self.samples = _samples(results, _complete(before))
-            if _complete(before) != before:
-                results.write_bytes(_complete(before))
+            if (path / RESULTS).exists():
+                self.samples = {(s.index, s.sample): s for s in read_samples(path / RESULTS)}
+            self.exp_id = self._check(settings)
         except OSError as error:
             raise SetupError(f"can't write to {path} ({error.strerror}): choose another --out") from None
 
-    def _check(self, settings: Mapping[str, Any]) -> None:
+    def _check(self, settings: Mapping[str, Any]) -> str:
         path = self.path / "run.json"
-        results = self.path / RESULTS
-        if not results.exists() or not results.stat().st_size:  # nothing has come of it: a mistyped command, perhaps
-            self.write("run.json", dumps(settings))
-            return
         if not path.exists():
-            raise SetupError(f"{self.path} has results, but no run.json: choose another --out")
+            if self.samples:
+                raise SetupError(f"{self.path} has results, but no run.json: choose another --out")
+            name = re.sub(r"[^A-Za-z0-9_-]+", "-", self.path.resolve().name)[:100]
+            return self._begin(f"eval-{name}-{uuid.uuid4().hex[:8]}", settings)
         try:
             before = dict(json.loads(path.read_bytes()))
-        except (ValueError, TypeError):
+            exp_id = str(before["exp_id"])
+        except (ValueError, TypeError, KeyError):
             raise SetupError(f"{path} is damaged: choose another --out") from None
+        if not self.samples:  # nothing has come of it: a mistyped command, perhaps
+            return self._begin(exp_id, settings)
         for name, value in settings.items():
             if value != before.get(name):
                 raise SetupError(
                     f"{self.path} holds a run with {name} {before.get(name)!r}, not {value!r}: choose another --out,"
                     " or go on with the same"
                 )
+        return exp_id
+
+    def _begin(self, exp_id: str, settings: Mapping[str, Any]) -> str:
+        self.write("run.json", dumps({"exp_id": exp_id, **settings}))
+        return exp_id
 
     def add(self, sample: Sample, result: Mapping[str, Any] | None) -> None:
         """Append one line. A result that is no strict JSON is left out, and the line says why."""
@@ -206,8 +217,19 @@ class RunDirectory:
             line = dumps(row)
         except ContractError as error:
             line = dumps({**row, "result": None, "error": f"its result is not kept: {error}"})
+        if self._lines is None:
+            self._lines = self._open()
         self._lines.write(line.encode() + b"\n")
-        self.samples.append(sample)
+        self.samples[sample.index, sample.sample] = sample
+
+    def _open(self) -> BinaryIO:
+        """Not before there is a sample to add: then the batch's ledger keeps other processes out."""
+        path = self.path / RESULTS
+        if path.exists():
+            before = _read(path)
+            if _complete(before) != before:
+                path.write_bytes(_complete(before))
+        return path.open("ab", buffering=0)  # a line is one write: whole or not
 
     def write(self, name: str, text: str) -> None:
         """A whole file, or none: a crash never leaves half of it."""
@@ -216,4 +238,5 @@ class RunDirectory:
         unfinished.replace(self.path / name)
 
     def close(self) -> None:
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
