@@ -44,4 +44,4 @@ types: $(VENV)/.dev
 check: lint types test ## lint, types, tests: what must pass before a commit
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .harnesses .mypy_cache .pytest_cache .ruff_cache .hypothesis
