@@ -7,8 +7,10 @@ in them. Nothing of them is installed into the project's own environment.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -20,8 +22,9 @@ from typing import IO
 
 HERE = Path(__file__).parent
 MANIFEST: dict[str, dict[str, list[str]]] = tomllib.loads((HERE / "harnesses.toml").read_text())
-_INSTALLING = 400.0
+_LONGEST = 400.0
 """Seconds for one installation."""
+_installing: set[subprocess.Popen[bytes]] = set()
 
 
 def ready(harness: str) -> Path:
@@ -56,21 +59,44 @@ def _run(command: Sequence[str]) -> None:
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
-    with ended(process):
-        output, _ = process.communicate(timeout=_INSTALLING)
+    _installing.add(process)
+    try:
+        with ended(process):
+            output, _ = process.communicate(timeout=_LONGEST)
+    finally:
+        _installing.discard(process)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output.decode()[-4000:]}")
 
 
+def abort() -> None:
+    """End the installations that are running in other threads."""
+    for process in list(_installing):
+        _kill(process.pid)
+
+
 @contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """On leaving, nothing of the process's group is left, whatever happened. It must lead a group of its own."""
+    """On leaving, nothing that the process started is left, whatever happened. It must lead a group of its own."""
     try:
         yield
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
+        _kill(process.pid)
         process.wait()
+
+
+def _kill(leader: int) -> None:
+    for pid in _family(leader):  # harnesses put the commands they run into groups of their own
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all its descendants, where the system tells them."""
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(found for child in itertools.chain(*lists) for found in _family(int(child)))]
 
 
 @contextmanager

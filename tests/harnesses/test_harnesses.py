@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_
 from agentcore_rl_toolkit.rollout_gateway.wires import AnthropicMessages, OpenAIChat, OpenAIResponses
 
 from . import model
-from .environments import HERE, ended, ready
+from .environments import HERE, MANIFEST, abort, ended, ready
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]  # the first test of a harness waits for its installation
 
@@ -105,7 +106,8 @@ def environments(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Pa
     wanted = dict.fromkeys(p["case"].harness for p in params if isinstance(p.get("case"), Case))
     pool = ThreadPoolExecutor(2)
     yield {harness: pool.submit(ready, harness) for harness in wanted}
-    pool.shutdown(cancel_futures=True)
+    pool.shutdown(wait=False, cancel_futures=True)
+    abort()
 
 
 @pytest.fixture
@@ -165,7 +167,6 @@ def test_a_tool_loop(
     environments: dict[str, Future[Path]],
     heard: set[tuple[str, bool]],
     tmp_path: Path,
-    record_property: Any,
 ) -> None:
     bin_folder = environments[case.harness].result()
     player = model.Player(case.manner)
@@ -189,5 +190,26 @@ def test_a_tool_loop(
     assert len(player.sampled) >= 3
     assert len(records) == case.rows
     assert check_records(records) == sum(map(len, player.sampled))
-    for name, value in (("case", case), ("turns", len(player.sampled)), ("rows", len(records))):
-        record_property(name, str(value))
+
+
+def test_the_page_names_every_case_and_version() -> None:
+    """``scripts/harness_matrix.py`` writes it."""
+    page = (HERE.parents[1] / "docs" / "harnesses.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    for case in cases():
+        [packages] = MANIFEST[case.harness].values()
+        wanted = [f" {case.wire} ", f"`{case.mode}`", *(f"`{package}`" for package in packages)]
+        assert any(all(text in row for text in wanted) for row in rows), wanted
+
+
+def test_a_harness_that_hangs_leaves_no_process() -> None:
+    script = "setsid sleep 300 & echo $!; sleep 300"
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout
+    with process.stdout, ended(process):
+        detached = int(process.stdout.readline())
+        assert Path(f"/proc/{detached}").exists()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{detached}").exists() and " Z " not in Path(f"/proc/{detached}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
