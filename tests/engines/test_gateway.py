@@ -8,10 +8,7 @@ import random
 import aiohttp
 import pytest
 
-from agentcore_rl_toolkit.rollout_gateway.sampling._http import Timeouts
-from agentcore_rl_toolkit.rollout_gateway.sampling.router import ReplicaRouter
-from agentcore_rl_toolkit.rollout_gateway.sampling.sglang import SglangBackend
-from agentcore_rl_toolkit.rollout_gateway.sampling.vllm import VllmBackend
+from agentcore_rl_toolkit.rollout_gateway import ReplicaRouter, SglangBackend, Timeouts, VllmBackend
 from agentcore_rl_toolkit.rollout_gateway.testing import check_records
 from gateway.support import assemble, encode, serving, sse
 

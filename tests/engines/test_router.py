@@ -9,9 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from agentcore_rl_toolkit.errors import EngineError
-from agentcore_rl_toolkit.rollout_gateway.sampling.router import ReplicaRouter
-from agentcore_rl_toolkit.rollout_gateway.sampling.sglang import SglangBackend
-from agentcore_rl_toolkit.rollout_gateway.sampling.vllm import VllmBackend
+from agentcore_rl_toolkit.rollout_gateway import ReplicaRouter, SglangBackend, VllmBackend
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_engine, oracle_logprobs
 
 from .fakes import EOS, VOCABULARY, FakeSglang, FakeVllm, answer, decode

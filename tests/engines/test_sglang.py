@@ -9,8 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from agentcore_rl_toolkit.errors import EngineError, SetupError
-from agentcore_rl_toolkit.rollout_gateway.sampling._http import Timeouts
-from agentcore_rl_toolkit.rollout_gateway.sampling.sglang import SglangBackend
+from agentcore_rl_toolkit.rollout_gateway import SglangBackend, Timeouts
 from agentcore_rl_toolkit.rollout_gateway.testing import check_engine, oracle_logprobs
 
 from .fakes import EOS, VOCABULARY, FakeSglang, answer, decode, serving_engine
@@ -100,6 +99,15 @@ async def test_hanging_up_aborts_by_request_id():
                 break
             await asyncio.sleep(0.01)
         assert server.running == 0
+
+
+@pytest.mark.parametrize(("faults", "warnings"), [((), 1), (("incremental",), 0)])
+async def test_a_server_that_repeats_itself_is_named_once(faults, warnings, caplog):
+    server = FakeSglang(*faults, script=lambda ids: [7] * 1200, chunk=100)
+    async with serving_engine(server), SglangBackend(server.url) as backend:
+        for _ in range(2):
+            await backend.generate(prompt_ids=PROMPT, sampling_params={"max_tokens": 1200})
+    assert sum("--incremental-streaming-output" in record.message for record in caplog.records) == warnings
 
 
 async def test_an_answer_that_ends_is_not_aborted():

@@ -9,8 +9,7 @@ import math
 import pytest
 
 from agentcore_rl_toolkit.errors import EngineError, SetupError
-from agentcore_rl_toolkit.rollout_gateway.sampling._http import Timeouts
-from agentcore_rl_toolkit.rollout_gateway.sampling.vllm import VllmBackend
+from agentcore_rl_toolkit.rollout_gateway import Timeouts, VllmBackend
 from agentcore_rl_toolkit.rollout_gateway.testing import check_engine, oracle_logprobs
 
 from .fakes import EOS, VOCABULARY, FakeVllm, answer, decode, serving_engine
@@ -50,7 +49,7 @@ async def test_a_server_that_answers_in_one_piece_does_all_but_stream():
     ("fault", "message"),
     [
         ("extra_logprob", "gave 2 logprobs for 1 tokens"),
-        ("no_ids", "gave no token ids: vLLM 0.10 or newer is needed"),
+        ("no_ids", "gave no token ids: vLLM 0.10.2 or newer is needed"),
         ("other_tokens", "logprobs of other tokens than it sampled"),
         ("no_logprobs", "gives no logprobs: start vLLM with --max-logprobs 5 or more"),
         ("null", "a sampled token the logprob None"),
@@ -160,7 +159,7 @@ async def test_the_server_is_told_everything_and_its_own_defaults_never_apply():
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "logprobs": 1,
+            "logprobs": 0,
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
             "detokenize": True,
@@ -185,6 +184,8 @@ async def test_an_unknown_model_and_a_prompt_too_long_say_so():
             assert caught.value.retry_after is None
             with pytest.raises(EngineError, match="takes no pictures"):
                 await backend.generate(**REQUEST, pictures=[b""])
+        with pytest.raises(EngineError, match="need max_tokens"):
+            await backend.generate(prompt_ids=PROMPT, sampling_params={})
 
 
 async def test_versions_and_routed_experts():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .sampling import SamplingBackend as SamplingBackend
     from .sampling import TokenChunk as TokenChunk
     from .sampling import TurnRecord as TurnRecord
+    from .sampling._http import Timeouts as Timeouts
     from .sampling.router import ReplicaRouter as ReplicaRouter
     from .sampling.sglang import SglangBackend as SglangBackend
     from .sampling.vllm import VllmBackend as VllmBackend
@@ -31,6 +32,7 @@ _PUBLIC = {
     "SglangBackend": ("sampling.sglang", "aiohttp"),
     "Status": ("traces.record", "numpy"),
     "ThreadedGatewayServer": ("server", "aiohttp"),
+    "Timeouts": ("sampling._http", "aiohttp"),
     "TokenChunk": ("sampling", None),
     "TraceRecord": ("traces.record", "numpy"),
     "TurnRecord": ("sampling", None),

@@ -156,6 +156,8 @@ class TokenServer(HttpEngine):
         return self._scaled
 
     async def _usable(self, prompt_ids: Sequence[int], params: Mapping[str, Any]) -> None:
+        if "max_tokens" not in params:
+            raise EngineError("sampling_params need max_tokens: a server's own default (16, 128) cuts answers silently")
         if not self._verified:
             # One for all that wait: with the server down, they would otherwise find out one after the other.
             loop = asyncio.get_running_loop()

@@ -23,6 +23,7 @@ _MEDIA = frozenset({"image_data", "video_data", "audio_data"})
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
 _NOT_SENT = frozenset({"adapter", "max_new_tokens"})
 _TOP = 5
+_REPEATED = 1000
 
 
 class SglangBackend(TokenServer):
@@ -38,6 +39,7 @@ class SglangBackend(TokenServer):
     def __init__(self, base_url: str, **options: Any) -> None:
         super().__init__(base_url, **options)
         self._aborts: set[asyncio.Task[None]] = set()
+        self._warned = False
 
     async def context_window(self) -> int | None:
         """The model's window in tokens, None if the server does not say. Raises ``EngineError``."""
@@ -65,6 +67,13 @@ class SglangBackend(TokenServer):
             async with aclosing(self.events("/generate", body, headers={"X-SMG-Routing-Key": name or rid})) as events:
                 async for event in events:
                     piece = answer.take(event)
+                    if answer.repeated > _REPEATED and not self._warned:
+                        self._warned = True
+                        logger.warning(
+                            "%s sends all tokens so far with every new one, which costs more the longer an answer is: "
+                            "start it with --incremental-streaming-output",
+                            self.base_url,
+                        )
                     ended = piece.finish_reason is not None
                     if self.routed_experts and (experts := event["meta_info"].get("routed_experts")):
                         piece.extra["routed_experts"] = _array(experts, len(prompt_ids) + len(answer.ids) - 1)
@@ -118,6 +127,8 @@ class _Answer:
     def __init__(self, prompt_ids: Sequence[int], url: str) -> None:
         self.prompt_ids, self.url = prompt_ids, url
         self.ids: list[int] = []
+        self.repeated = 0
+        """Logprobs of the last event that earlier ones held too."""
 
     def take(self, event: Mapping[str, Any]) -> TokenChunk:
         """What is new in an event. The logprobs name the tokens they are of, so they are what counts."""
@@ -132,6 +143,7 @@ class _Answer:
         if not isinstance(completed, int):
             raise EngineError(f"{self.url} gave no completion_tokens")
         new = triples[seen:] if len(triples) >= completed else triples
+        self.repeated = len(triples) - len(new)
         new_ids = [triple[1] for triple in new]
         self.ids += new_ids
         self._reconcile(event.get("output_ids"), new_ids, completed)

@@ -26,7 +26,7 @@ _TOP = 5
 
 
 class VllmBackend(TokenServer):
-    """A vLLM server (``vllm serve``), version 0.10 or newer.
+    """A vLLM server (``vllm serve``), version 0.10.2 or newer.
 
     ``base_url``: its address, without ``/v1``. ``model``: the served model's name, where it serves several.
     Start it with ``--logprobs-mode processed_logprobs`` to sample at any temperature; at temperature 1 the default
@@ -58,7 +58,7 @@ class VllmBackend(TokenServer):
         if rank is not None:
             headers["X-data-parallel-rank"] = str(rank)
         path = self._path or _GENERATE
-        body = {**self._body(path, prompt_ids, params, logprobs=1), **media, "stream": True}
+        body = {**self._body(path, prompt_ids, params, logprobs=0), **media, "stream": True}
         count = 0
         async with aclosing(self.events(path, body, headers=headers)) as events:
             async for event in events:
@@ -83,7 +83,7 @@ class VllmBackend(TokenServer):
     def _piece(self, choice: Mapping[str, Any]) -> TokenChunk:
         ids = choice.get("token_ids")
         if not isinstance(ids, list):
-            raise EngineError(f"{self.base_url} gave no token ids: vLLM 0.10 or newer is needed")
+            raise EngineError(f"{self.base_url} gave no token ids: vLLM 0.10.2 or newer is needed")
         named, logprobs = _sampled(choice.get("logprobs") or {})
         if len(named) == len(ids) and any(a is not None and a != b for a, b in zip(named, ids, strict=True)):
             raise EngineError(f"{self.base_url} gave logprobs of other tokens than it sampled")
