@@ -13,7 +13,6 @@ import base64
 import io
 import json
 import os
-import struct
 import subprocess
 import sys
 import tarfile
@@ -22,9 +21,14 @@ import tomllib
 import zipfile
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))  # nothing needs to be installed
+
+from agentcore_rl_toolkit.local.gguf import read_metadata  # noqa: E402
+from agentcore_rl_toolkit.local.gguf import tokenizer_json as from_gguf  # noqa: E402
+
 MANIFEST = Path(__file__).with_name("tokenizers.toml")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -72,7 +76,7 @@ def read(archive: Path, path: str) -> bytes:
 def tokenizer_json(data: bytes, path: str, family: dict[str, Any]) -> dict[str, Any]:
     """A vocabulary in whatever form as the content of a tokenizer.json."""
     if path.endswith(".gguf"):
-        return from_gguf(gguf(data))
+        return from_gguf(read_metadata(io.BytesIO(data)))
     if path.endswith(".tiktoken"):
         lines = (line.split() for line in data.splitlines())
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
@@ -143,55 +147,6 @@ def byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def from_gguf(metadata: dict[str, Any]) -> dict[str, Any]:
-    """SmolLM2's vocabulary: byte-level BPE with single digits; tokens of type 3 are control tokens."""
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    control = {i: token for i, token in enumerate(tokens) if types[i] == 3}
-    spec = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "use_regex": True}],
-        },
-        "post_processor": None,
-        "decoder": DECODER,
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]],
-        },
-    }
-    put(spec, control, special=True)
-    return spec
-
-
-def gguf(data: bytes) -> dict[str, Any]:
-    """The metadata at the front of a GGUF file (version 2 or 3)."""
-    file = io.BytesIO(data)
-    magic, version, _, count = struct.unpack("<4sIQQ", file.read(24))
-    if magic != b"GGUF" or version < 2:
-        raise SystemExit("not a GGUF file of version 2 or later")
-    return {text(file): value(file, *struct.unpack("<I", file.read(4))) for _ in range(count)}
-
-
-def text(file: BinaryIO) -> str:
-    return file.read(struct.unpack("<Q", file.read(8))[0]).decode("utf-8")
-
-
-def value(file: BinaryIO, kind: int) -> Any:
-    if kind == 8:
-        return text(file)
-    if kind == 9:
-        item, length = struct.unpack("<IQ", file.read(12))
-        return [value(file, item) for _ in range(length)]
-    form = "<" + {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}[kind]
-    return struct.unpack(form, file.read(struct.calcsize(form)))[0]
-
-
 # -- folders --------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +172,9 @@ def build(name: str, family: dict[str, Any], archives: dict[str, Path], folder: 
     vocabulary.update({t["content"]: t["id"] for t in spec["added_tokens"] if t["id"] <= largest})
     package, path = family["template"]
     data = read(archives[package], path)
-    template = gguf(data)["tokenizer.chat_template"] if path.endswith(".gguf") else data.decode("utf-8")
+    template = (
+        read_metadata(io.BytesIO(data))["tokenizer.chat_template"] if path.endswith(".gguf") else data.decode("utf-8")
+    )
     config = {**family["tokens"], "clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
     sources = {k: f"{family[k][1]} of {archives[family[k][0]].name}" for k in ("vocabulary", "template")}
     folder = folder / name
