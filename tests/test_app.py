@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import urllib.request
-import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,13 +17,15 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+import app_support
+from app_support import BUCKET, Agent, read, rollout, run_one, session
+
 # moto's server shares our process and leaves its ends of the sockets to the garbage collector.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-BUCKET = "results"
 SECRET = "sk-x"  # short on purpose: masking is by value, not by a pattern
 
 AGENT = """
@@ -134,74 +130,10 @@ def s3() -> Iterator[Any]:
     server.stop()
 
 
-class Agent:
-    """An agent's process."""
-
-    def __init__(self, url: str, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.url, self.process, self.folder = url, process, folder
-
-    def post(self, payload: Any, session: str | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if session:
-            headers["X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"] = session
-        body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        request = urllib.request.Request(f"{self.url}/invocations", body, headers)
-        with urllib.request.urlopen(request, timeout=20) as response:
-            text = response.read().decode()
-        return json.loads(text) if response.headers["Content-Type"].startswith("application/json") else text
-
-    def ping(self) -> str:
-        with urllib.request.urlopen(f"{self.url}/ping", timeout=5) as response:
-            return json.load(response)["status"]
-
-    def wait_healthy(self, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while self.ping() != "Healthy":
-            assert time.monotonic() < deadline, "still busy\n" + self.log()
-            time.sleep(0.02)
-
-    def runs(self) -> int:
-        path = self.folder / "runs.txt"
-        return len(path.read_text()) if path.exists() else 0
-
-    def log(self) -> str:
-        return (self.folder / "agent.log").read_text()
-
-
 @contextlib.contextmanager
 def start(s3: Any, folder: Path, *parts: str, **env: str) -> Iterator[Agent]:
-    folder.mkdir(exist_ok=True)
-    (folder / "rl_app.py").write_text(textwrap.dedent("".join((AGENT, *parts, RUN))))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "AGENTCORE_RL_PORT": str(port),
-        "AWS_ENDPOINT_URL_S3": s3.meta.endpoint_url,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "PYTHONWARNINGS": "ignore",
-        **env,
-    }
-    with (folder / "agent.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "rl_app.py"], cwd=folder, env=environment, stdout=log, stderr=log)
-    agent = Agent(f"http://127.0.0.1:{port}", process, folder)
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                agent.ping()
-                break
-            except OSError:
-                assert process.poll() is None, agent.log()
-                assert time.monotonic() < deadline, agent.log()
-                time.sleep(0.05)
+    with app_support.start(s3.meta.endpoint_url, folder, "".join((AGENT, *parts, RUN)), **env) as agent:
         yield agent
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
@@ -209,31 +141,6 @@ def agent(request: pytest.FixtureRequest, s3: Any, tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp(request.param)
     with start(s3, folder, SYNC if request.param == "sync" else ASYNC) as running:
         yield running
-
-
-def rollout(**fields: Any) -> dict[str, Any]:
-    return {"exp_id": "exp", "input_id": "in", "s3_bucket": BUCKET, **fields}
-
-
-def session() -> str:
-    return str(uuid.uuid4())
-
-
-def read(s3: Any, key: str) -> dict[str, Any]:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    answer = s3.get_object(Bucket=BUCKET, Key=key)
-    assert answer["ContentType"] == "application/json"
-    return json.loads(answer["Body"].read(), parse_constant=refuse)
-
-
-def run_one(agent: Agent, s3: Any, payload: dict[str, Any], **config: Any) -> dict[str, Any]:
-    sid = session()
-    answer = agent.post({**payload, "_rollout": rollout(**config)}, sid)
-    assert answer == {"status": "processing", "s3_bucket": BUCKET, "result_key": f"exp/in/{sid}.json"}
-    agent.wait_healthy()
-    return read(s3, answer["result_key"])
 
 
 def test_answers_at_once_and_is_busy_until_the_result_is_there(agent: Agent, s3: Any) -> None:

@@ -19,7 +19,7 @@ _WRITE_SECONDS = 3600.0
 """How long a write is tried: an outage of S3 or of a credentials provider ends sooner."""
 _REFUSED_SECONDS = 60.0
 """How long a permission that is missing may still be on its way: IAM takes seconds to spread a new policy."""
-_CALLS = 24
+_LOOKS, _PUTS = 4, 16
 """Calls in flight at once. More threads inside botocore would only take the interpreter from /ping."""
 
 _HOPELESS = frozenset({"NoSuchBucket", "InvalidBucketName", "EntityTooLarge", "KeyTooLongError", "NotImplemented"})
@@ -42,25 +42,29 @@ class ResultStore:
 
     def __init__(self) -> None:
         self._client: Any = None
+        self._buckets: set[str] = set()
+        """Buckets that exist."""
         self._lock = threading.Lock()
-        self._calls = threading.BoundedSemaphore(_CALLS)
+        self._looks, self._puts = threading.BoundedSemaphore(_LOOKS), threading.BoundedSemaphore(_PUTS)
 
     def may_run(self, bucket: str, key: str) -> bool:
         """Whether a rollout with this result key should run: False if its result exists or can't ever be written."""
         deadline, tries = time.monotonic() + _LOOK_SECONDS, 0
         while True:
+            client = None
             try:
-                with self._calls:
-                    # GET of one byte, not HEAD: only an answer with a body tells a missing bucket from a missing key.
-                    self._s3().get_object(Bucket=bucket, Key=key, Range="bytes=0-0")["Body"].close()
+                client = self._s3()
+                with self._looks:
+                    self._look(client, bucket, key)
             except Exception as error:  # noqa: BLE001 - e.g. no permission to read: writing may still work
                 code = _code(error)
                 if code == "NoSuchBucket":
                     logger.error("rollout %s: not run, its result could not be written: %s", key, _advice(error, code))
                     return False
                 if code in ("NoSuchKey", "404") or code in _REFUSED:
+                    self._buckets.add(bucket)
                     return True
-                self._renew(error, code)
+                self._renew(client, error, code)
                 tries += 1
                 if time.monotonic() > deadline:
                     logger.warning("rollout %s: could not look for an earlier result: %s", key, error)
@@ -70,6 +74,13 @@ class ResultStore:
             logger.info("rollout %s: its result exists already; not run again", key)
             return False
 
+    def _look(self, client: Any, bucket: str, key: str) -> None:
+        """Raises botocore's error if there is no such object."""
+        if bucket in self._buckets:
+            client.head_object(Bucket=bucket, Key=key)  # half the work of a GET
+        else:  # only an answer with a body tells a missing bucket from a missing key
+            client.get_object(Bucket=bucket, Key=key, Range="bytes=0-0")["Body"].close()
+
     def write(self, bucket: str, key: str, body: bytes) -> bool:
         """Write ``body`` unless the key exists, and try until it is there; True if a result is there now.
 
@@ -78,9 +89,11 @@ class ResultStore:
         """
         began, tries = time.monotonic(), 0
         while True:
+            client = None
             try:
-                with self._calls:
-                    self._s3().put_object(
+                client = self._s3()
+                with self._puts:
+                    client.put_object(
                         Bucket=bucket, Key=key, Body=body, ContentType="application/json", IfNoneMatch="*"
                     )
             except Exception as error:  # noqa: BLE001 - reported with what to do
@@ -89,7 +102,7 @@ class ResultStore:
                 if code in ("PreconditionFailed", "412"):
                     logger.info("rollout %s: a result was written already; it stays", key)
                     return True
-                self._renew(error, code)
+                self._renew(client, error, code)
                 tries += 1
                 if time.monotonic() - began > _patience(error, code):
                     logger.error("rollout %s: result lost, s3://%s/%s: %s", key, bucket, key, _advice(error, code))
@@ -111,17 +124,18 @@ class ResultStore:
                     retries={"mode": "standard", "total_max_attempts": 1},  # the loops above know more
                     connect_timeout=5,
                     read_timeout=20,
-                    max_pool_connections=_CALLS,
+                    max_pool_connections=_LOOKS + _PUTS,
                 )
                 # A session of its own: a new one reads the credentials anew, see _renew.
                 self._client = boto3.Session().client("s3", config=config)
             return self._client
 
-    def _renew(self, error: Exception, code: str) -> None:
+    def _renew(self, client: Any, error: Exception, code: str) -> None:
         """Forget a client whose credentials were refused or could not be had: the next one looks for new ones."""
         if code in _CREDENTIALS or "Credential" in type(error).__name__:
             with self._lock:
-                self._client = None
+                if self._client is client:  # another thread may have made a new one since
+                    self._client = None
 
 
 def _code(error: Exception) -> str:
