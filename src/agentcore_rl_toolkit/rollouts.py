@@ -10,14 +10,17 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._redact import Redactor
-from .errors import ContractError, Outcome, RolloutError, SetupError
-from .protocol import dumps, make_input_id, make_session_id, result_outcome, result_reward
+from .client._loop import run_async, soon
+from .client._one import Ended, Order, run_one
+from .client._pool import Pool
+from .errors import ContractError, Outcome, SetupError
+from .protocol import dumps, make_input_id, make_session_id, result_reward
 
 if TYPE_CHECKING:
     from .client import RolloutClient
@@ -54,8 +57,8 @@ class Rollout:
     that failed. ``records``: its training rows, which carry the same reward; empty for a rollout that failed
     and without a gateway. ``result``: the agent's result object, also that of an agent that failed; None if
     there is none. ``error``: what went wrong, None if nothing did.
-    ``timings``: seconds: ``invoke`` (until the session had accepted the payload), ``run`` (until its result),
-    ``finish`` (stop the session, collect the records), ``total``; ``started_at`` is Unix time.
+    ``timings``: seconds: ``queued``, ``started``, ``running``, ``fetched`` as in :class:`.BatchItem`, ``finish``
+    (open the gateway's session, collect its records), ``total``; ``started_at`` is Unix time.
     ``payload_index``, ``sample_index``: position in ``payloads`` and in its group, from 0.
     ``run``, ``input_id``, ``session_id``: identity, see :func:`run_rollouts`.
     """
@@ -100,16 +103,6 @@ class _Slot:
         return make_session_id(self.run, self.input_id)
 
 
-@dataclass(slots=True)
-class _Verdict:
-    """How the agent's part ended, before the gateway has its say."""
-
-    outcome: Outcome
-    reward: float | None = None
-    result: dict[str, Any] | None = None
-    error: str | None = None
-
-
 async def run_rollouts(
     client: RolloutClient,
     gateway: Gateway | None,
@@ -126,7 +119,7 @@ async def run_rollouts(
     """Run the agent ``samples`` times on every payload and yield each :class:`Rollout` as it completes.
 
     ``gateway``: each rollout gets a session of it, and its records; None evaluates without one, against the
-    client's own ``base_url``. ``timeout``: seconds from the accepted payload to its result; None: no limit.
+    client's own ``base_url``. ``timeout``: seconds from its first invoke to its result; None: no limit.
     ``max_concurrent``: sessions at a time; as many finished rollouts wait for a slow consumer, then no more
     start. ``run``: names the batch within the client's experiment; ``input_id``
     (``{run}-{payload:08d}-{sample:03d}``), session id and result key follow from it. Default: a new name.
@@ -141,33 +134,13 @@ async def run_rollouts(
         raise ValueError(f"samples and max_concurrent must be at least 1, got {samples} and {max_concurrent}")
     batch = _Batch(client, gateway, timeout, seed, dict(sampling_overrides or {}), rollout_config)
     slots = _slots(run or f"run-{uuid.uuid4().hex[:12]}", payloads, samples)
-    finished: asyncio.Queue[Rollout | BaseException | None] = asyncio.Queue(max_concurrent)
-
-    async def work() -> None:
-        end: BaseException | None = None
-        try:
-            for slot in slots:
-                await finished.put(await batch.rollout(slot))
-        except Exception as error:  # noqa: BLE001 - raised again in the consumer
-            slots.close()  # nobody starts another one
-            end = error
-        await finished.put(end)
-
-    workers = [asyncio.create_task(work()) for _ in range(max_concurrent)]
+    pool: Pool[_Slot, Rollout] = Pool(slots, batch.rollout, max_concurrent)
     try:
-        working = len(workers)
-        while working:
-            item = await finished.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                working -= 1
-            else:
-                yield item
+        while (rollout := await pool.next()) is not None:
+            yield rollout
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await pool.close()
+        soon(client._sessions.report_unstopped)
 
 
 def session_seed(seed: int, payload_index: int, sample_index: int) -> int:
@@ -193,33 +166,27 @@ class _Batch:
     sampling_overrides: dict[str, Any]
     rollout_config: dict[str, Any]
 
-    async def rollout(self, slot: _Slot) -> Rollout:
-        started_at, clock = time.time(), _Clock()
+    async def rollout(self, slot: _Slot, deliver: Callable[[Rollout], None]) -> None:
+        """One rollout, from its gateway session until its agent's session has ended."""
+        started_at, began = time.time(), time.perf_counter()
         session = self._open(slot)
         try:
-            verdict = await self._run_agent(slot, session, clock)
-            records = await self._finish(slot, session, verdict)
-            if session is not None:  # an agent may have put its key into a result or an error
-                redactor = Redactor([session.api_key])
-                verdict.result = redactor.values(verdict.result)
-                verdict.error = redactor.values(verdict.error)
+            ended = await run_async(run_one(self.client, self._order(slot, session)))
         except BaseException:
             await self._discard(session)
             raise
-        timings = {"started_at": started_at, **clock.finish("finish")}
-        return Rollout(
-            outcome=verdict.outcome,
-            payload_index=slot.payload_index,
-            sample_index=slot.sample_index,
-            run=slot.run,
-            input_id=slot.input_id,
-            session_id=slot.session_id,
-            reward=verdict.reward,
-            records=records,
-            result=verdict.result,
-            error=verdict.error,
-            timings=timings,
-        )
+        try:
+            rollout = _rollout(slot, ended)
+            await self._finish(rollout, session)
+            finished = time.perf_counter()
+            rollout.timings["finish"] = max(0.0, finished - began - sum(ended.timings.values()))
+            rollout.timings |= {"total": finished - began, "started_at": started_at}
+            deliver(rollout)
+        except BaseException:
+            await self._discard(session)
+            raise
+        finally:
+            await run_async(ended.stopped())
 
     def _open(self, slot: _Slot) -> _Session | None:
         if self.gateway is None:
@@ -230,53 +197,33 @@ class _Batch:
         session: _Session = self.gateway.create_session(sampling_overrides=overrides)
         return session
 
-    async def _run_agent(self, slot: _Slot, session: _Session | None, clock: _Clock) -> _Verdict:
-        """Invoke, wait, stop. Whatever goes wrong with this one rollout becomes its verdict."""
+    def _order(self, slot: _Slot, session: _Session | None) -> Order:
         config = dict(self.rollout_config)
         if session is not None:
             if not session.base_url.startswith("http"):
                 raise SetupError("the gateway has no address: start its server before the rollouts")
             config |= {"base_url": session.base_url, "api_key": session.api_key}
-        try:
-            future = await self.client.invoke_async(
-                slot.payload, session_id=slot.session_id, input_id=slot.input_id, **config
-            )
-            clock.lap("invoke")
-            try:
-                result = await future.result_async(timeout=self.timeout)
-                clock.lap("run")
-            finally:
-                await future.cancel_async()
-        except SetupError:
-            raise
-        except RolloutError as error:
-            return _Verdict(error.outcome, error=str(error))
-        except ContractError as error:
-            return _Verdict(Outcome.REJECTED, error=str(error))
-        except Exception as error:
-            logger.warning("rollout %s failed", slot.input_id, exc_info=True)
-            return _Verdict(Outcome.RUNTIME_FAILED, error=f"{type(error).__name__}: {error}")
-        return _judge(result)
+        return Order(slot.payload, slot.session_id, slot.input_id, config, self.timeout)
 
-    async def _finish(self, slot: _Slot, session: _Session | None, verdict: _Verdict) -> list[TraceRecord]:
-        """The session's rows. Those of a failed rollout are dropped: nothing says what they are worth."""
+    async def _finish(self, rollout: Rollout, session: _Session | None) -> None:
+        """Add the session's rows. Those of a failed rollout are dropped: nothing says what they are worth."""
         if self.gateway is None or session is None:
-            return []
-        if verdict.outcome is not Outcome.SUCCEEDED:
+            return
+        if rollout.failed:
             await self._discard(session)
-            return []
-        try:
-            async with asyncio.timeout(_FINISH_TIMEOUT):
-                records = await self.gateway.finish_session(session.session_id, reward=verdict.reward)
-        except Exception as error:  # noqa: BLE001 - told in the rollout
-            verdict.outcome, verdict.reward = Outcome.RUNTIME_FAILED, None
-            verdict.error = f"its records are lost: the gateway did not finish the session ({error!r})"
-            return []
-        for record in records:
-            record.rollout_id = slot.session_id
-        if any(record.status == "truncated" for record in records):
-            verdict.outcome = Outcome.TRUNCATED
-        return records
+        else:
+            try:
+                async with asyncio.timeout(_FINISH_TIMEOUT):
+                    rollout.records = await self.gateway.finish_session(session.session_id, reward=rollout.reward)
+            except Exception as error:  # noqa: BLE001 - told in the rollout
+                rollout.outcome, rollout.reward = Outcome.RUNTIME_FAILED, None
+                rollout.error = f"its records are lost: the gateway did not finish the session ({error!r})"
+        for record in rollout.records:
+            record.rollout_id = rollout.session_id
+        if any(record.status == "truncated" for record in rollout.records):
+            rollout.outcome = Outcome.TRUNCATED
+        redactor = Redactor([session.api_key])  # an agent may have put its key into a result or an error
+        rollout.result, rollout.error = redactor.values(rollout.result), redactor.values(rollout.error)
 
     async def _discard(self, session: _Session | None) -> None:
         """Forget a gateway session and what it recorded."""
@@ -289,29 +236,22 @@ class _Batch:
             logger.debug("gateway session not dropped: %r", error)
 
 
-def _judge(result: dict[str, Any]) -> _Verdict:
-    """What a result object says: success with its reward, or failure."""
-    outcome = result_outcome(result)
-    if outcome is not Outcome.SUCCEEDED:
-        return _Verdict(outcome, result=result, error=str(result.get("stop_reason") or "the agent gave no reason"))
-    try:
-        reward = result_reward(result)
-    except ContractError as error:
-        return _Verdict(Outcome.AGENT_FAILED, result=result, error=str(error))
-    return _Verdict(Outcome.SUCCEEDED, reward, result)
-
-
-class _Clock:
-    """Seconds of each phase, in order."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self._laps[name], self._last = now - self._last, now
-
-    def finish(self, name: str) -> dict[str, float]:
-        self.lap(name)
-        return {**self._laps, "total": self._last - self._start}
+def _rollout(slot: _Slot, ended: Ended) -> Rollout:
+    """What the agent's part comes to, before the gateway has its say."""
+    rollout = Rollout(
+        outcome=ended.outcome,
+        payload_index=slot.payload_index,
+        sample_index=slot.sample_index,
+        run=slot.run,
+        input_id=slot.input_id,
+        session_id=slot.session_id,
+        result=ended.result,
+        error=ended.error,
+        timings=dict(ended.timings),
+    )
+    if not rollout.failed and ended.result is not None:
+        try:
+            rollout.reward = result_reward(ended.result)
+        except ContractError as error:
+            rollout.outcome, rollout.error = Outcome.AGENT_FAILED, str(error)
+    return rollout

@@ -250,10 +250,11 @@ class _Batch:
 
 
 def _item(job: _Job, order: Order, ended: Ended, attempts: int, *, resumed: bool) -> BatchItem:
+    trace = ended.result.get("traceback") if ended.result and ended.error else None
     return BatchItem(
         success=ended.outcome is Outcome.SUCCEEDED,
         result=ended.result,
-        error=ended.error,
+        error="\n".join(str(part) for part in (ended.error, trace) if part) or None,
         index=job.index,
         elapsed=ended.elapsed,
         outcome=ended.outcome,

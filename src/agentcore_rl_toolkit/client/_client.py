@@ -20,6 +20,7 @@ from ._future import RolloutFuture
 from ._http import Runtime, Storage
 from ._limits import Rates, shared_limiter
 from ._loop import run_async, run_sync, soon
+from ._notify import Listener
 from ._one import Order
 from ._sessions import Sessions, Start, pause
 from ._sweep import Pace, Sweeper, Watch
@@ -44,6 +45,9 @@ class RolloutClient:
     theirs together, and to less when AWS throttles. ``max_pool_connections``: invokes in flight at once, where more
     than 256 are needed. ``base_url``, ``model_id``, ``extra_config`` (``api_key``, ``sampling_params``, …): passed to
     the agent in ``_rollout``; keywords of a single call win over them.
+    ``notify_address``: ``http://host:port`` at which agents reach this process (port 0: a free one). It listens there,
+    and agents tell it at once when a result is written; without it, and wherever a hint is lost, results are found by
+    looking.
 
     Raises ``SetupError`` for a bad ARN, ``ContractError`` for an ``exp_id`` that can't be part of a key.
     """
@@ -60,6 +64,7 @@ class RolloutClient:
         model_id: str | None = None,
         *,
         new_sessions_per_minute: float | None = 400,
+        notify_address: str | None = None,
         **extra_config: Any,
     ) -> None:
         arn = parse_arn(agent_runtime_arn)
@@ -76,6 +81,7 @@ class RolloutClient:
         self._sessions = Sessions(self._runtime, self._limiter, max_retry_attempts, max_pool_connections)
         self._storage, self._reads = Storage(arn.region, _READS), Threads(_READS, "agentcore-rl-s3")
         self._sweepers: dict[tuple[str, str], Sweeper] = {}
+        self._listener = Listener(notify_address, self._hint) if notify_address is not None else None
 
     def invoke(
         self,
@@ -111,7 +117,7 @@ class RolloutClient:
         payloads: Iterable[Mapping[str, Any]],
         max_concurrent_sessions: int,
         timeout: float | None = 900.0,
-        initial_interval: float = 0.5,
+        initial_interval: float = 0.25,
         max_interval: float = 2.0,
         backoff_factor: float = 1.5,
         log_interval: float = 30.0,
@@ -178,7 +184,8 @@ class RolloutClient:
         """Have the payload accepted by its session; or find its result, where it may have run before."""
         _check_session_id(order.session_id)
         bucket, key = self.s3_bucket, result_key(self.exp_id, order.input_id, order.session_id)
-        body = await self._reads.run(lambda: self._encode(order))
+        notify_url = await self._listener.url() if self._listener else None
+        body = await self._reads.run(lambda: self._encode(order, notify_url))
         allowed = _START_TIMEOUT if order.timeout is None else order.timeout
         sweeper, watch = self._watch(bucket, key, order.pace)
         loop = asyncio.get_running_loop()
@@ -237,18 +244,24 @@ class RolloutClient:
         raise InvocationError(f"s3://{self.s3_bucket}/{key} can't be read", session_id=order.session_id)
 
     def _watch(self, bucket: str, key: str, pace: Pace) -> tuple[Sweeper, Watch]:
-        prefix = key[: key.index("/") + 1]
+        prefix = _prefix(key)
         sweeper = self._sweepers.get((bucket, prefix))
         if sweeper is None:
             sweeper = self._sweepers[bucket, prefix] = Sweeper(self._storage, self._reads, bucket, prefix)
         return sweeper, sweeper.watch(key, pace)
 
-    def _encode(self, order: Order) -> bytes:
+    def _hint(self, bucket: str, key: str) -> None:
+        sweeper = self._sweepers.get((bucket, _prefix(key)))
+        if sweeper is not None:
+            sweeper.hint(key)
+
+    def _encode(self, order: Order, notify_url: str | None) -> bytes:
         if not isinstance(order.payload, Mapping):
             raise ContractError(f"payload: a dict is required, got {type(order.payload).__name__}")
         config = {
             "base_url": self.base_url,
             "model_id": self.model_id,
+            "notify_url": notify_url,
             **self.extra_config,
             "exp_id": self.exp_id,
             "input_id": order.input_id,
@@ -266,10 +279,17 @@ class RolloutClient:
         return body
 
     def _close(self) -> None:
+        if self._listener:
+            self._listener.close()
         for sweeper in self._sweepers.values():
             sweeper.close()
         for threads in (self._sessions, self._reads, self._runtime, self._storage):
             threads.close()
+
+
+def _prefix(key: str) -> str:
+    """The part that all results of an experiment share: one sweeper looks for them."""
+    return key[: key.find("/") + 1]
 
 
 def _order(

@@ -72,7 +72,7 @@ async def run_one(client: RolloutClient, order: Order) -> Ended:
     try:
         future = await client._start(order)
         left = None if order.timeout is None else max(0.0, order.timeout - future.elapsed())
-        ended = _judge(await future._wait(left))
+        ended = judge(await future._wait(left))
     except SetupError:
         await _stop(future)
         raise
@@ -101,12 +101,12 @@ async def _stop(future: RolloutFuture | None) -> None:
         await future._stop()
 
 
-def _judge(result: dict[str, Any]) -> Ended:
+def judge(result: dict[str, Any]) -> Ended:
     outcome = result_outcome(result)
     if outcome is Outcome.SUCCEEDED:
         return Ended(outcome, result)
     reason = result.get("stop_reason") or f"the agent answered status {result.get('status_code')}"
-    return Ended(outcome, result, "\n".join(str(part) for part in (reason, result.get("traceback")) if part))
+    return Ended(outcome, result, str(reason))
 
 
 def _timings(began: float, future: RolloutFuture) -> dict[str, float]:

@@ -40,7 +40,7 @@ _HINTED_PAUSE = 10.0
 class Pace:
     """Seconds between sweeps: ``first`` after one that found something, then times ``factor`` up to ``longest``."""
 
-    first: float = 0.5
+    first: float = 0.25
     longest: float = 2.0
     factor: float = 1.5
 

@@ -124,6 +124,7 @@ def _parts(agent: Path, directory: RunDirectory) -> Iterator[tuple[RolloutClient
                 s3_bucket=local.bucket,
                 exp_id="demo",
                 tps_limit=1000,
+                new_sessions_per_minute=None,
                 max_pool_connections=2 * MAX_CONCURRENT,
                 model_id="tiny",
             )
