@@ -214,6 +214,20 @@ def test_a_killed_run_goes_on_where_it_was(evaluation):
     assert evaluation.report()["finished"] == 6
 
 
+@pytest.mark.slow
+def test_a_sample_that_lost_its_session_is_run_again(evaluation):
+    agent = evaluation.folder / "agent.py"
+    agent.write_text("raise SystemExit('broken image')")
+    evaluation.tasks({"id": "a", "value": 1.0})
+    output, errors = evaluation.run_local(status=1)
+    assert "1 of them lost their session; the same command runs them again." in output
+    assert "broken image" in errors
+    agent.write_text(AGENT)
+    evaluation.run_local()
+    assert [r["outcome"] for r in evaluation.results()] == ["runtime_failed", "succeeded"]
+    assert evaluation.report()["outcomes"] == {"succeeded": 1}
+
+
 def test_the_agent_learns_about_its_model_and_the_key_is_not_kept(evaluation):
     evaluation.tasks({"id": "a", "value": 1.0})
     evaluation.run_local(

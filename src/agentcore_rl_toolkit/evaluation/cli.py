@@ -46,29 +46,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "eval", help="run an agent on a file of tasks and report", description=_EVAL, formatter_class=form
     )
-    agent = parser.add_argument_group("agent").add_mutually_exclusive_group()
-    agent.add_argument("--agent-arn", metavar="ARN", help="a deployed agent (default: $AGENTCORE_AGENT_ARN)")
-    agent.add_argument("--local", metavar="COMMAND", help="an agent on this machine, e.g. 'python rl_app.py'")
-    parser.add_argument("--bucket", help="where a deployed agent writes results (default: $AGENTCORE_S3_BUCKET)")
-    parser.add_argument("--cwd", type=Path, metavar="DIR", help="with --local: where the command's files are")
-    parser.add_argument("--base-url", metavar="URL", help="the model's chat API, told to the agent in _rollout")
-    parser.add_argument("--model-id", metavar="NAME", help="the model's name, likewise")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the model's key, likewise")
-    parser.add_argument(
-        "--sampling-params", type=_object, metavar="JSON", help="""likewise, e.g. '{"temperature": 0.6}'"""
+    _add_agent(parser.add_argument_group("agent"))
+    _add_model(parser.add_argument_group("model", "What the agent is told in _rollout; without it, its own choice."))
+    run = parser.add_argument_group("run")
+    run.add_argument("--data", type=Path, required=True, metavar="FILE", help="tasks, one JSON object a line")
+    run.add_argument("--limit", type=_count, metavar="N", help="only the first N tasks")
+    run.add_argument("--samples", type=_count, default=1, metavar="N", help="rollouts of each task (default: 1)")
+    run.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run")
+    run.add_argument("--timeout", type=_above_zero, default=900.0, metavar="SECONDS", help="a rollout (default: 900)")
+    run.add_argument("--max-concurrent", type=_count, metavar="N", help="sessions (default: 64; with --local: 8)")
+    run.add_argument(
+        "--tps-limit", type=_above_zero, default=25.0, metavar="N", help="calls to AgentCore a second (default: 25)"
     )
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="tasks, one JSON object a line")
-    parser.add_argument("--limit", type=_count, metavar="N", help="only the first N tasks")
-    parser.add_argument("--samples", type=_count, default=1, metavar="N", help="rollouts of each task (default: 1)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run")
-    parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS", help="a rollout (default: 900)")
-    parser.add_argument(
-        "--max-concurrent", type=_count, metavar="N", help="sessions at a time (default: 64; with --local: 8)"
-    )
-    parser.add_argument(
-        "--tps-limit", type=_seconds, default=25.0, metavar="N", help="calls to AgentCore a second (default: 25)"
-    )
-    parser.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
+    run.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
     _add_rule(parser)
     parser.set_defaults(run=_run_eval)
 
@@ -80,6 +70,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", action="store_true", help="all numbers, every task, as JSON")
     _add_rule(parser)
     parser.set_defaults(run=_run_compare)
+
+
+def _add_agent(group: argparse._ArgumentGroup) -> None:
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--agent-arn", metavar="ARN", help="a deployed agent (default: $AGENTCORE_AGENT_ARN)")
+    one.add_argument("--local", metavar="COMMAND", help="an agent on this machine, e.g. 'python rl_app.py'")
+    group.add_argument("--bucket", help="where a deployed agent writes results (default: $AGENTCORE_S3_BUCKET)")
+    group.add_argument("--cwd", type=Path, metavar="DIR", help="with --local: where the command's files are")
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--base-url", metavar="URL", help="its chat API")
+    group.add_argument("--model-id", metavar="NAME", help="its name")
+    group.add_argument("--api-key-env", metavar="NAME", help="the environment variable that holds its key")
+    group.add_argument("--sampling-params", type=_object, metavar="JSON", help="""e.g. '{"temperature": 0.6}'""")
 
 
 def _add_rule(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +111,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _seconds(text: str) -> float:
+def _above_zero(text: str) -> float:
     if (value := _finite(text)) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
     return value

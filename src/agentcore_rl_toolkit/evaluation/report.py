@@ -77,7 +77,7 @@ class Report:
         elif failed:
             notes.append(f"{failed} failed rollouts count in no mean; --failed-as-zero would give them reward 0.")
         if lost := self.outcomes.get("runtime_failed", 0) + self.outcomes.get("cancelled", 0):
-            notes.append(f"{lost} of them were lost, not the agent's fault; the same command runs them again.")
+            notes.append(f"{lost} of them lost their session; the same command runs them again.")
         silent = self.finished - self.scored - (0 if self.rule.failed_as_zero else failed)
         if silent:
             notes.append(f"{silent} rollouts succeeded without a reward: the agent's result has no `rewards`.")
