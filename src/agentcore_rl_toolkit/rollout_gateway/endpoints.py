@@ -8,18 +8,21 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from ..errors import GatewayError
+from .answers import CallIdBook, OnDeltas
+from .body import read_body
 from .fastjson import dumps, loads
-from .gateway import CallIdBook, OnDeltas, RolloutGateway
+from .gateway import RolloutGateway
 from .parsed import Delta
 from .sessions import Session
 from .traces import Turn
 from .wires import Answer, AnthropicMessages, Choice, OpenAIChat, OpenAIResponses, Wire, WireRequest
-from .wires.base import bad_request
+from .wires.base import TokenLogprob, bad_request
 from .wires.volatile import without_volatile
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ def count_tokens_handler(gateway: RolloutGateway, wire: AnthropicMessages) -> Ha
     """How long the prompt of a request would be; nothing is sampled or kept."""
 
     async def serve(session: Session, http: web.Request) -> web.StreamResponse:
-        request = wire.decode(await _body(session, http), counting=True)
+        request = wire.decode(await _body(session, http, wire), counting=True)
         return _json({"input_tokens": await gateway.count_tokens(session, request)})
 
     return _handler(gateway, wire, serve)
@@ -91,7 +94,7 @@ def _told(error: Exception) -> GatewayError:
 
 
 async def _decode(gateway: RolloutGateway, wire: Wire, session: Session, http: web.Request) -> WireRequest:
-    body = await _body(session, http)
+    body = await _body(session, http, wire)
     if isinstance(wire, AnthropicMessages | OpenAIResponses) and (earlier := wire.earlier_id(body)) is not None:
         request = wire.decode(body, session.recall(earlier))
     else:
@@ -184,19 +187,28 @@ class _Exchange:
         )
 
     def _choice(self, turn: Turn) -> Choice:
-        tokens = None
-        if self._request.logprobs:
-            decode = self._gateway.renderer.decode
-            tokens = [(decode([i]), p) for i, p in zip(turn.output_ids, turn.logprobs, strict=True)]
+        message = turn.message
+        if turn.prefill:  # the client has the beginning
+            message = replace(message, content=message.content[turn.prefill :])
         return Choice(
-            message=turn.message,
+            message=message,
             call_ids=turn.call_ids,
             finish_reason=turn.finish_reason,
-            stop_sequence=turn.info.get("stop_sequence"),
+            stop_sequence=turn.stop_sequence,
             completion_tokens=len(turn.output_ids),
-            tokens=tokens,
+            tokens=self._tokens(turn) if self._request.logprobs else None,
             token_ids=turn.output_ids,
         )
+
+    def _tokens(self, turn: Turn) -> list[TokenLogprob]:
+        def text(token_id: int) -> str:
+            return self._gateway.renderer.decode([token_id])
+
+        tops = turn.top_logprobs or [[]] * len(turn.output_ids)
+        return [
+            TokenLogprob(text(token_id), logprob, [(text(i), p) for i, p in top])
+            for token_id, logprob, top in zip(turn.output_ids, turn.logprobs, tops, strict=True)
+        ]
 
 
 class _EventStream:
@@ -338,19 +350,18 @@ def _is_retry(http: web.Request) -> bool:
     return (count.isdecimal() and int(count[:9]) >= 1) or "Idempotency-Key" in http.headers
 
 
-async def _body(session: Session, http: web.Request) -> dict[str, Any]:
-    body = await _json_body(http)
-    return without_volatile(body, session.volatile) if session.volatile else body
-
-
-async def _json_body(http: web.Request) -> dict[str, Any]:
+async def _body(session: Session, http: web.Request, wire: Wire) -> dict[str, Any]:
+    data = await http.read()
     try:
-        body = loads(await http.read())
+        if wire.growing_list and not session.volatile:
+            body = read_body(data, wire.growing_list, session.tree.raw_messages())
+        else:
+            body = loads(data)
     except (ValueError, RecursionError) as error:
         raise bad_request("body", f"not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("body", "a JSON object is required")
-    return body
+    return without_volatile(body, session.volatile) if session.volatile else body
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

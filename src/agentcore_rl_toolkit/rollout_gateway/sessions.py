@@ -9,7 +9,8 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,8 @@ class Session:
 
     ``sampling_defaults`` < the request < ``sampling_overrides``. ``max_context_tokens``: window of the model, 0 =
     unlimited. ``min_response_tokens``: a request whose prompt leaves less room is refused. ``max_turns``,
-    ``max_total_tokens`` (sampled tokens): None = unlimited. ``volatile``: what to take out of system prompts, because
+    ``max_total_tokens`` (sampled tokens): None = unlimited. ``deadline``: seconds from the session's creation; then no
+    turn begins, and one that is being sampled is given up. ``volatile``: what to take out of system prompts, because
     a harness changes it with every request and each would begin a new conversation.
     """
 
@@ -43,8 +45,10 @@ class Session:
     min_response_tokens: int = 1
     max_turns: int | None = None
     max_total_tokens: int | None = None
+    deadline: float | None = None
     volatile: list[re.Pattern[str]] = field(default_factory=list)
     created: float = field(default_factory=time.time)
+    _clock: float = field(default_factory=time.monotonic, repr=False)
     tree: TokenTree = field(default_factory=TokenTree, repr=False)
     sampled_tokens: int = 0
     sampling: int = 0
@@ -58,6 +62,21 @@ class Session:
 
     responses: OrderedDict[str, list[Any]] = field(default_factory=OrderedDict, repr=False)
     """The last answers that a request may name as its beginning: answer id -> all items up to and including it."""
+
+    @asynccontextmanager
+    async def time_left(self) -> AsyncIterator[None]:
+        """Within, the deadline holds; raises ``GatewayError(400)`` at it."""
+        if self.deadline is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(max(0.0, self._clock + self.deadline - time.monotonic())):
+                await asyncio.sleep(0)  # a deadline that has passed begins nothing
+                yield
+        except TimeoutError:
+            raise GatewayError(
+                400, f"the session's time ({self.deadline:g} s) is used up", kind="deadline_exceeded"
+            ) from None
 
     def remember(self, answer_id: str, items: list[Any]) -> None:
         self.responses[answer_id] = items
@@ -130,6 +149,11 @@ class SessionStore:
             "unknown session key: send the session's key as Bearer token or in the URL",
             kind="invalid_api_key",
         )
+
+    def put_back(self, session: Session) -> None:
+        """Undo :meth:`pop`."""
+        self._by_key[session.api_key] = session
+        self._ended.pop(_digest(session.api_key), None)
 
     def pop(self, session_id: str) -> Session:
         """Take a session out, by its id or key; raises ``KeyError`` (without the key) for one that is not live."""

@@ -13,7 +13,8 @@ from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, Out
 
 
 class Trimmed:
-    """An ``OutputParser`` around another. ``stop_sequence``: the stop string found, or None.
+    """An ``OutputParser`` around another. ``stop_sequence``: the stop string found, or None. ``trimmed``: whether less
+    was handed out than the other parser found.
 
     The end of a text that may be the beginning of a stop string is held back until it is clear.
     """
@@ -25,6 +26,7 @@ class Trimmed:
         self._kept = ParsedMessage()
         self._arguments: list[str] = []
         self.stop_sequence: str | None = None
+        self.trimmed = False
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         deltas = self._parser.feed(ids)
@@ -35,6 +37,7 @@ class Trimmed:
         if self._idle:
             return deltas, message
         deltas = self._trim(deltas) + self._release()
+        self.trimmed = self.stop_sequence is not None or (self._one_call and len(message.tool_calls) > 1)
         if self.stop_sequence:
             calls = message.tool_calls[: len(self._arguments)]
             for call, arguments in zip(calls, self._arguments, strict=True):

@@ -23,15 +23,18 @@ class Renderer(Protocol):
     stop_token_ids: list[int]
     """Tokens that end an answer; always sent to the engine."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **variables: Any) -> list[int]:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, prefill: str = "", **variables: Any
+    ) -> list[int]:
         """The whole conversation with the generation prompt, as the checkpoint's template writes it.
 
-        ``variables``: template variables such as ``enable_thinking``. Raises ``RenderError``.
+        ``prefill``: the beginning of the answer, where the client wrote it (given only then). ``variables``: template
+        variables such as ``enable_thinking``. Raises ``RenderError``.
         """
         ...
 
     def extend(
-        self, sampled: Sequence[int], answer: Message, new: Sequence[Message], **variables: Any
+        self, sampled: Sequence[int], answer: Message, new: Sequence[Message], *, prefill: str = "", **variables: Any
     ) -> list[int] | Fork:
         """The tokens that lead from an answer to the next: its closer, ``new`` and a generation prompt.
 

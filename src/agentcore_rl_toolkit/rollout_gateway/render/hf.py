@@ -15,7 +15,7 @@ from .base import Fork
 from .checkpoint import Checkpoint, load
 from .parse import parser_for
 from .probe import Report, probe
-from .splice import NotAppended
+from .splice import SENTINEL, NotAppended, text_answer
 from .template import ChatTemplate
 from .text import TextEncoder
 from .traits import TemplateTraits
@@ -56,8 +56,11 @@ class HfTemplateRenderer:
 
     # -- messages to tokens ------------------------------------------------------------------------------
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **variables: Any) -> list[int]:
-        return self._text.encode(self.render_text(messages, tools, **variables))
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, prefill: str = "", **variables: Any
+    ) -> list[int]:
+        text = self.render_text(messages, tools, **variables)
+        return self._text.encode(text + self._prefill_text(prefill, variables) if prefill else text)
 
     def render_text(
         self,
@@ -76,7 +79,7 @@ class HfTemplateRenderer:
         )
 
     def extend(
-        self, sampled: Sequence[int], answer: Message, new: Sequence[Message], **variables: Any
+        self, sampled: Sequence[int], answer: Message, new: Sequence[Message], *, prefill: str = "", **variables: Any
     ) -> list[int] | Fork:
         if (bool(answer.get("tool_calls")), new[0]["role"]) in self._unlike:
             return Fork("splice_differs")
@@ -84,6 +87,8 @@ class HfTemplateRenderer:
             text = self._traits.splicer.tail(answer, [self._for_template(m) for m in new], **variables)
         except NotAppended:
             return Fork("content_moved")
+        if prefill:
+            text += self._prefill_text(prefill, variables)
         last = sampled[-1]
         if last not in self.stop_token_ids:  # cut off: what closes the answer is context, like the rest
             if self._reasoning_is_open(answer, sampled):
@@ -97,6 +102,17 @@ class HfTemplateRenderer:
             # The template writes another closer into history than the one the model samples (gpt-oss).
             return Fork("closer_rewritten")
         return tail
+
+    def _prefill_text(self, prefill: str, variables: dict[str, Any]) -> str:
+        """What follows the generation prompt where an answer begins with ``prefill``, as the template writes one."""
+        user = {"role": "user", "content": "."}
+        asked = self._template.render([user], **variables)
+        said = self._template.render([user, text_answer()], generation_prompt=False, **variables).partition(SENTINEL)[0]
+        if not said.startswith(asked):
+            raise RenderError(
+                "this template can't continue an answer that begins in the request: it asks for one otherwise"
+            )
+        return said[len(asked) :] + self._text.guard(prefill, special_only=True)
 
     def divergence(
         self, messages: Sequence[Message], answered: int, tools: Sequence[Tool] = (), **variables: Any

@@ -35,6 +35,7 @@ def linearize(
     metadata: dict[str, Any],
     decode: Callable[[Sequence[int]], str],
     abandoned: Abandoned = "mask",
+    turn_rewards: Sequence[float] | None = None,
 ) -> list[TraceRecord]:
     """The rows of a session, in the order in which their leaves were delivered. O(tokens of the rows).
 
@@ -57,8 +58,14 @@ def linearize(
                 leaf,
                 rollout_id=rollout_id,
                 reward=reward,
-                metadata={**metadata, "abandoned_turns": len(unused), "abandoned": id(leaf) in unused},
+                metadata={
+                    **metadata,
+                    "abandoned_turns": len(unused),
+                    "abandoned": id(leaf) in unused,
+                    "ties": tree.ties,
+                },
                 decode=decode,
+                turn_rewards=turn_rewards,
             )
         )
     return records
@@ -83,7 +90,7 @@ def _row(path: Sequence[Turn], trained: set[int], left: set[int]) -> _Row:
     for position, turn in enumerate(path):
         assert turn.state is TurnState.DELIVERED
         new, output = np.asarray(turn.new_ids, np.int32), np.asarray(turn.output_ids, np.int32)
-        fresh = id(turn) not in trained and id(turn) not in left
+        fresh = id(turn) not in trained and id(turn) not in left and not turn.masked
         trained.add(id(turn))
         row.ids += [new, output]
         context = 0 if position == 0 else len(new)  # the first prompt lies before the response region
@@ -94,10 +101,24 @@ def _row(path: Sequence[Turn], trained: set[int], left: set[int]) -> _Row:
         row.versions += turn.policy_versions or [None] * len(output)
         start = row.length + context
         row.length = start + len(output)
-        row.turns.append(
-            {"span": [start, row.length], "trained": fresh, "finish_reason": turn.finish_reason, **turn.info}
-        )
+        row.turns.append(_said_of(turn, [start, row.length], trained=fresh))
     return row
+
+
+def _said_of(turn: Turn, span: list[int], *, trained: bool) -> dict[str, Any]:
+    """What a record's metadata says of a turn; what is as usual is left out."""
+    said = {
+        "span": span,
+        "trained": trained,
+        "finish_reason": turn.finish_reason,
+        "sampling": turn.params,
+        "exact_logprobs": turn.exact,
+        "fork": turn.fork,
+        "template_divergence": turn.divergence,
+        "stop_sequence": turn.stop_sequence,
+        "choice": turn.choice,
+    }
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _record(
@@ -108,6 +129,7 @@ def _record(
     reward: float | None,
     metadata: dict[str, Any],
     decode: Callable[[Sequence[int]], str],
+    turn_rewards: Sequence[float] | None,
 ) -> TraceRecord:
     token_ids: list[int] = np.concatenate(row.ids).tolist()
     path = leaf.path()
@@ -121,10 +143,12 @@ def _record(
         metadata={
             **metadata,
             "fork": next((t.fork for t in reversed(path) if t.fork), None),
-            "exact_logprobs": all(t.info.get("exact_logprobs", True) for t in path),
+            "exact_logprobs": all(t.exact for t in path),
             "ill_formed_turns": sum(t.message.ill_formed for t in path),
+            "template_divergent_turns": sum(t.divergence is not None for t in path),
             "turns": row.turns,
         },
-        status=Status.TRUNCATED if leaf.finish_reason == "length" else Status.COMPLETED,
+        status=leaf.cut or (Status.TRUNCATED if leaf.finish_reason == "length" else Status.COMPLETED),
+        turn_rewards=None if turn_rewards is None else [float(turn_rewards[t.order]) for t in path],
         policy_versions=row.versions if any(v is not None for v in row.versions) else None,
     )

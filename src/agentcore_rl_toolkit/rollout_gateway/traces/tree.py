@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from ..messages import Message
+from ..body import RawMessages, goes_on
+from ..messages import Message, Tool, assistant_message, chain, tools_key
 from ..parsed import ParsedMessage
+from .record import Status
 
 MAX_TIPS = 64
 """Branches of a session that are kept ready to be continued cheaply; older ones still work, at more cost."""
@@ -37,9 +39,13 @@ class Turn:
 
     ``new_ids``: prompt tokens since the parent's last token (int32). ``output_ids`` / ``logprobs``: the sampled
     tokens (int32) and their logprobs (float64). ``policy_versions``: one int or None per sampled token, or None.
-    ``depth``: messages up to and including the answer. ``key``: chain key of those messages. ``prompt_key``: chain
-    key of the messages without the answer: siblings of one prompt share it. ``fork``: why this turn does not
-    continue the session's row, None if it does. ``info``: what a record's metadata says of the turn.
+    ``depth``: messages up to and including the answer. ``key``: chain key of those messages, ``base_key`` of those
+    before the answer. ``prompt_key``: chain key of the messages asked: siblings of one prompt share it (it differs from
+    ``base_key`` where the client wrote the beginning of the answer, ``prefill`` characters of it).
+    ``fork``: why this turn does not continue the session's row, None if it does. ``divergence``: what the template
+    would have changed in the history. ``trimmed``: the client was given less than was sampled.
+    ``masked``: not to be trained. ``cut``: how the conversation ended here, where a request that went on from this turn
+    failed or was aborted.
     """
 
     parent: Turn | None
@@ -51,10 +57,20 @@ class Turn:
     call_ids: list[str]
     depth: int
     key: bytes
+    base_key: bytes
     prompt_key: bytes
     policy_versions: list[int | None] | None = None
     fork: str | None = None
-    info: dict[str, Any] = field(default_factory=dict)
+    divergence: str | None = None
+    prefill: int = 0
+    trimmed: bool = False
+    stop_sequence: str | None = None
+    choice: int | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    masked: bool = False
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    cut: Status | None = None
     state: TurnState = TurnState.PREPARED
     order: int = -1
     """Delivery order in the session, -1 while not delivered."""
@@ -62,13 +78,20 @@ class Turn:
     """A later request built on this turn."""
     held: list[int] | None = None
     """All tokens up to the end of this turn; kept at the tips only, where the next turn needs them."""
-    asked: tuple[list[Any], list[Any]] | None = None
+    asked: tuple[Sequence[Any], list[Any]] | None = None
     """The messages and tools that were asked, as they came; kept at the tips only."""
+    tip_answer: Message | None = None
+    """What :attr:`answer` gives; kept at the tips only."""
+
+    @property
+    def answer(self) -> Message:
+        """The canonical message of the answer."""
+        return self.tip_answer or assistant_message(self.message, self.call_ids)
 
     @property
     def rendered_by_client(self) -> bool:
         """The prompt came as text or tokens, not as messages."""
-        return self.asked is not None and not self.asked[0]
+        return self.asked is not None and not len(self.asked[0])
 
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
@@ -98,6 +121,9 @@ class TokenTree:
         self.turns: list[Turn] = []
         self.ties = 0
         """How often two siblings matched a request equally well; the later delivered one was taken."""
+        self.tools_keys: set[bytes] = set()
+        self.first_keys: set[bytes] = set()
+        """Of all conversations in here: the keys of their tools, and of their first messages alone."""
         self._by_key: dict[bytes, list[Turn]] = {}
         self._tips: dict[Turn, None] = {}  # in the order they came
         self._delivered = 0
@@ -115,19 +141,20 @@ class TokenTree:
                 return self._latest(found)
         return None
 
-    def tip(self, raw_messages: Sequence[Any], tools: Sequence[Any]) -> Turn | None:
-        """A tip whose own request is a proper prefix of this one, both as they came: the longest. Comparing plain
-        lists costs a small part of decoding them, and nearly every request of an agent continues a tip so."""
+    def tip(self, messages: Sequence[Any], tools: Sequence[Any]) -> Turn | None:
+        """A tip whose own request is a proper prefix of this one, both as they came: the longest. That costs a small
+        part of decoding them, and nearly every request of an agent continues a tip so."""
         best: Turn | None = None
         length = 0
         for turn in self._tips:
-            asked, asked_tools = turn.asked or ([], [])
-            n = len(asked)
-            if not length < n < len(raw_messages) or asked[-1] != raw_messages[n - 1]:
-                continue  # the last message tells branches apart cheaply
-            if asked == raw_messages[:n] and asked_tools == tools:
-                best, length = turn, n
+            asked, asked_tools = turn.asked or ((), [])
+            if len(asked) > length and goes_on(messages, asked) and asked_tools == tools:
+                best, length = turn, len(asked)
         return best
+
+    def raw_messages(self) -> list[RawMessages]:
+        """What the requests of the tips were, where their text was kept."""
+        return [turn.asked[0] for turn in self._tips if turn.asked and isinstance(turn.asked[0], RawMessages)]
 
     def tips(self) -> Sequence[Turn]:
         """Turns that nothing was built on yet, the last :data:`MAX_TIPS` of them, oldest first."""
@@ -165,13 +192,28 @@ class TokenTree:
         turn.held = held
         if len(self._tips) >= MAX_TIPS:
             self._forget(next(iter(self._tips)))
+        if turn.asked and isinstance(turn.asked[0], RawMessages):
+            turn.asked[0].forget()
         self._tips[turn] = None
         self.turns.append(turn)
         self._by_key.setdefault(turn.key, []).append(turn)
 
+    def note_root(self, first: Message, tools: Sequence[Tool]) -> None:
+        """A conversation has begun with this message and these tools."""
+        self.tools_keys.add(tools_key(tools))
+        self.first_keys.add(chain([first], ())[0])
+
+    def discard(self, turn: Turn) -> None:
+        """Take back a turn that will never be delivered."""
+        self._tips.pop(turn, None)
+        self.turns.remove(turn)
+        self._by_key[turn.key].remove(turn)
+        if not self._by_key[turn.key]:
+            del self._by_key[turn.key]
+
     def _forget(self, turn: Turn) -> None:
         """Drop what only a tip needs; a branch that comes back to it rebuilds the tokens from the path."""
-        turn.held = turn.asked = None
+        turn.held = turn.asked = turn.tip_answer = None
         self._tips.pop(turn, None)
 
     def deliver(self, turn: Turn) -> None:

@@ -67,6 +67,7 @@ class AnthropicMessages:
     """The wire of ``POST /v1/messages``."""
 
     id_prefix = "msg_"
+    growing_list: str | None = None
 
     def decode(self, body: JSON, earlier: Sequence[Any] = (), *, counting: bool = False) -> WireRequest:
         """``earlier``: what was kept of the answer that :meth:`earlier_id` names. ``counting``: the request is for

@@ -18,12 +18,14 @@ JSON = Mapping[str, Any]
 class WireRequest:
     """One request of a client, the same whatever wire it came by."""
 
-    raw_messages: list[Any]
-    """The messages as parsed from JSON. What the session's earlier request began with needs no second look: the
-    gateway compares it as it came, and decodes only the rest."""
+    raw_messages: Sequence[Any]
+    """The messages as they came, parsed from JSON or :class:`RawMessages`. What the session's earlier request began
+    with needs no second look: the gateway compares it as it came, and decodes only the rest."""
     decode_messages: Callable[[int], list[Message]]
     """``decode_messages(start)``: ``raw_messages[start:]`` as canonical messages, each raw one on its own, or
     ``GatewayError(400)`` with the path of a bad field."""
+    list_name: str = "messages"
+    """What the wire calls the list of messages, for errors."""
     tools: list[Tool] = field(default_factory=list)
     sampling: dict[str, Any] = field(default_factory=dict)
     """What the client asked for, under the names of :class:`SamplingParams`."""
@@ -35,6 +37,8 @@ class WireRequest:
     """Send token counts at the end of a stream."""
     logprobs: bool = False
     """Send the logprobs of the sampled tokens."""
+    top_logprobs: int = 0
+    """Send this many of the likeliest tokens at each place, too."""
     token_ids: bool = False
     """Send the ids of the sampled tokens."""
     n: int = 1
@@ -52,11 +56,20 @@ class WireRequest:
 
 
 @dataclass(slots=True)
+class TokenLogprob:
+    """A token as text, its logprob, and the likeliest tokens at its place where they were asked for."""
+
+    text: str
+    logprob: float
+    top: Sequence[tuple[str, float]] = ()
+
+
+@dataclass(slots=True)
 class Choice:
     """One sampled answer. ``finish_reason`` is the engine's: ``"stop"`` or ``"length"``.
 
-    ``stop_sequence``: the stop string that ended it, where one did. ``tokens``: ``(text, logprob)`` per sampled token
-    where the client asked for logprobs, else None. ``token_ids``: as sampled.
+    ``stop_sequence``: the stop string that ended it, where one did. ``tokens``: one per sampled token where the
+    client asked for logprobs, else None. ``token_ids``: as sampled.
     """
 
     message: ParsedMessage
@@ -64,7 +77,7 @@ class Choice:
     finish_reason: str
     stop_sequence: str | None
     completion_tokens: int
-    tokens: list[tuple[str, float]] | None = None
+    tokens: list[TokenLogprob] | None = None
     token_ids: Sequence[int] = ()
 
 
@@ -93,9 +106,11 @@ class StreamEncoder(Protocol):
 
 
 class Wire(Protocol):
-    """One chat protocol. ``id_prefix``: how the ids of its answers begin."""
+    """One chat protocol. ``id_prefix``: how the ids of its answers begin. ``growing_list``: the field whose list of
+    messages it takes as :class:`RawMessages`, None where it takes only plain lists."""
 
     id_prefix: str
+    growing_list: str | None
 
     def decode(self, body: JSON) -> WireRequest:
         """Raises ``GatewayError(400)`` with the path of the offending field."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import GatewayError
+from ..body import RawMessages
 from ..messages import Message, Tool, parse_arguments
 from ..parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, ReasoningDelta
 from .base import (
@@ -66,10 +67,11 @@ class OpenAIChat:
     """The wire of ``POST /v1/chat/completions``."""
 
     id_prefix = "chatcmpl-"
+    growing_list: str | None = "messages"
 
     def decode(self, body: JSON) -> WireRequest:
         raw = body.get("messages")
-        if not isinstance(raw, list) or not raw:
+        if not isinstance(raw, list | RawMessages) or not len(raw):
             raise bad_request("messages", "a non-empty list is required")
         _refuse_what_we_cannot_do(body)
         options = obj(body, "stream_options")
@@ -90,6 +92,7 @@ class OpenAIChat:
             stream=flag(body, "stream"),
             stream_usage=flag(options, "include_usage", "stream_options.include_usage"),
             logprobs=flag(body, "logprobs"),
+            top_logprobs=_top_logprobs(body),
             one_call=not flag(body, "parallel_tool_calls", default=True),
             ignored=ignored(body, _KNOWN),
         )
@@ -266,6 +269,13 @@ def sampling_of(body: JSON) -> dict[str, Any]:
     return params
 
 
+def _top_logprobs(body: JSON) -> int:
+    top = numbers(body, {"top_logprobs": ("top_logprobs", int, 0, 20)}).get("top_logprobs", 0)
+    if top and not body.get("logprobs"):
+        raise bad_request("top_logprobs", "goes with logprobs: true")
+    return int(top)
+
+
 def _refuse_what_we_cannot_do(body: JSON) -> None:
     """A field that changes the answer is honoured or refused, never silently ignored."""
     for name in _CANNOT & body.keys():
@@ -277,8 +287,6 @@ def _refuse_what_we_cannot_do(body: JSON) -> None:
         raise bad_request("response_format", "only {'type': 'text'} is supported")
     if body.get("modalities") not in (None, [], ["text"]):
         raise bad_request("modalities", "only ['text'] is supported")
-    if body.get("top_logprobs"):
-        raise bad_request("top_logprobs", "the engine gives the logprob of the sampled token only")
 
 
 # -- answers ---------------------------------------------------------------------------------------------
@@ -319,10 +327,14 @@ def _logprobs(choice: Choice) -> dict[str, Any] | None:
         return None
     return {
         "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in choice.tokens
+            {**_logprob(token.text, token.logprob), "top_logprobs": [_logprob(*top) for top in token.top]}
+            for token in choice.tokens
         ]
     }
+
+
+def _logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def usage(answer: Answer) -> dict[str, int]:

@@ -32,6 +32,7 @@ class OpenAICompletions:
     """The wire of ``POST /v1/completions``."""
 
     id_prefix = "cmpl-"
+    growing_list: str | None = None
 
     def decode(self, body: JSON) -> WireRequest:
         for name in _CANNOT & body.keys():
@@ -135,11 +136,11 @@ def _end(request: WireRequest, choice: Choice) -> dict[str, Any]:
     end: dict[str, Any] = {"logprobs": None, "finish_reason": choice.finish_reason}
     if choice.tokens is not None:
         offsets = [0]
-        for text, _ in choice.tokens:
-            offsets.append(offsets[-1] + len(text))
+        for token in choice.tokens:
+            offsets.append(offsets[-1] + len(token.text))
         end["logprobs"] = {
-            "tokens": [text for text, _ in choice.tokens],
-            "token_logprobs": [logprob for _, logprob in choice.tokens],
+            "tokens": [token.text for token in choice.tokens],
+            "token_logprobs": [token.logprob for token in choice.tokens],
             "top_logprobs": None,
             "text_offset": offsets[:-1],
         }

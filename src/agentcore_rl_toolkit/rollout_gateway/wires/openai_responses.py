@@ -52,6 +52,7 @@ class OpenAIResponses:
     """The wire of ``POST /v1/responses``."""
 
     id_prefix = "resp_"
+    growing_list: str | None = None
 
     def decode(self, body: JSON, earlier: Sequence[Any] = ()) -> WireRequest:
         """``earlier``: what was kept of the answer that :meth:`earlier_id` names."""
@@ -86,6 +87,7 @@ class OpenAIResponses:
         return WireRequest(
             raw_messages=raw,
             decode_messages=decode_messages,
+            list_name="input",
             tools=[] if body.get("tool_choice") == "none" else tools,
             sampling=sampling,
             variables=variables,

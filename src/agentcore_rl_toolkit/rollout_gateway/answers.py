@@ -1,0 +1,257 @@
+"""One answer: sampled, checked, parsed and kept in the session's tree."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import ContextLengthExceeded, EngineError, GatewayError
+from .completions import PlainText
+from .messages import assistant_message, chain
+from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, OutputParser, ParsedMessage, ReasoningDelta
+from .prompts import Prompt
+from .render.base import Renderer
+from .sampling import SamplingBackend, TurnRecord
+from .sessions import Session
+from .traces import Turn, check_output
+from .trimmed import Trimmed
+
+logger = logging.getLogger(__name__)
+
+OnDeltas = Callable[[list[Delta], int], Awaitable[None]]
+"""Called with new deltas, and which of the request's answers they belong to."""
+Inexact = Literal["warn", "mask", "refuse"]
+
+DEFAULT_MAX_TOKENS = 4096
+"""Limit of an answer for which nobody named one: engines' own defaults (16, 256, …) cut answers silently."""
+
+
+@dataclass(slots=True)
+class CallIdBook:
+    """The ids of one answer's tool calls: asked for while streaming, and again when the answer is kept."""
+
+    renderer: Renderer
+    ids: list[str] = field(default_factory=list)
+
+    def __call__(self, index: int, parsed_id: str | None) -> str:
+        while len(self.ids) <= index:
+            self.ids.append(self.renderer.call_id(parsed_id if len(self.ids) == index else None, len(self.ids)))
+        return self.ids[index]
+
+
+@dataclass(slots=True)
+class _Output:
+    """What an engine has sampled so far."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def add(self, record: TurnRecord) -> None:
+        if problem := check_output(record.output_ids, record.output_log_probs):
+            raise GatewayError(502, f"the engine's answer is unusable: {problem}", kind="engine_error")
+        self.ids += record.output_ids
+        self.logprobs += record.output_log_probs
+        self._add_versions(record)
+        self.top_logprobs += record.extra.get("top_logprobs", ())
+        self.finish_reason = record.finish_reason
+
+    def _add_versions(self, record: TurnRecord) -> None:
+        version = record.policy_version
+        if not isinstance(version, list):
+            self.versions += [version] * len(record.output_ids)
+        elif len(version) == len(record.output_ids):
+            self.versions += version
+        elif record.finish_reason and len(version) == len(self.ids):  # some engines say it at the end, for all
+            self.versions = list(version)
+        else:
+            raise GatewayError(502, "the engine's policy_version list does not match its tokens", kind="engine_error")
+
+    def check_whole(self) -> None:
+        if self.finish_reason not in ("stop", "length") or not self.ids:
+            raise GatewayError(
+                503,
+                f"the engine gave no whole answer (finish reason {self.finish_reason or 'none'}, "
+                f"{len(self.ids)} tokens)",
+                kind="engine_error",
+            )
+
+
+class Answers:
+    """Samples answers with one engine and reads them with one renderer. ``inexact``: see :class:`RolloutGateway`."""
+
+    def __init__(self, backend: SamplingBackend, renderer: Renderer, inexact: Inexact) -> None:
+        self._backend, self._renderer, self._inexact = backend, renderer, inexact
+
+    async def sample(
+        self, session: Session, prompt: Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
+    ) -> Turn:
+        """One answer, kept as a prepared turn. Raises ``GatewayError``; then, or when cancelled, nothing is kept."""
+        params = self._params(session, prompt)
+        exact = self._check_exactness(session, params)
+        parser = self._parser(prompt, params)
+        output = _Output()
+        async with aclosing(self._engine(prompt.ids, params, session.session_id)) as records:
+            async for record in records:
+                output.add(record)
+                deltas = parser.feed(record.output_ids)
+                if on_deltas and deltas:
+                    await on_deltas(deltas, choice)
+        output.check_whole()
+        deltas, message = parser.finish(output.finish_reason)
+        for index, call in enumerate(message.tool_calls):
+            call_ids(index, call.id)
+        turn = _turn(prompt, message, call_ids.ids, output, trimmed=parser.trimmed)
+        if parser.stop_sequence:
+            turn.finish_reason, turn.stop_sequence = "stop", parser.stop_sequence
+        turn.exact, turn.masked = exact, not exact and self._inexact == "mask"
+        turn.params = params
+        if prompt.request.n > 1:
+            turn.choice = choice
+        self._keep(session, prompt, turn)
+        if on_deltas and deltas:
+            await on_deltas(deltas, choice)
+        return turn
+
+    def _keep(self, session: Session, prompt: Prompt, turn: Turn) -> None:
+        tree, request = session.tree, prompt.request
+        if turn.parent is not None and turn.parent.params == turn.params:
+            turn.params = turn.parent.params  # one dict for a whole conversation
+        tree.add(turn)
+        if prompt.place.parent is None and prompt.place.new:
+            tree.note_root(prompt.place.new[0], request.tools)
+        session.sampled_tokens += len(turn.output_ids)
+
+    def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
+        request = prompt.request
+        parser: OutputParser
+        if request.prompt is not None:
+            parser = PlainText(self._renderer)
+        else:
+            parser = self._renderer.parser(prompt_ids=prompt.ids, tools=request.tools)
+        return Trimmed(parser, params.get("stop") or (), one_call=request.one_call)
+
+    async def _engine(
+        self, prompt_ids: list[int], params: dict[str, Any], session_id: str
+    ) -> AsyncGenerator[TurnRecord]:
+        """The engine's answer in one or more pieces. Closing the iterator aborts the engine."""
+        request: dict[str, Any] = {
+            "prompt_ids": prompt_ids,
+            "sampling_params": dict(params),
+            "session_id": session_id,
+        }
+        try:
+            stream = getattr(self._backend, "stream", None)
+            if stream is None:
+                yield await self._backend.generate(**request)
+                return
+            async with aclosing(stream(**request)) as chunks:
+                async for chunk in chunks:
+                    yield TurnRecord(
+                        prompt_ids=prompt_ids,
+                        output_ids=chunk.output_ids,
+                        output_log_probs=chunk.output_log_probs,
+                        finish_reason=chunk.finish_reason or "",
+                        policy_version=chunk.policy_version,
+                        extra=chunk.extra,
+                    )
+        except EngineError as error:
+            status = 503 if error.retry_after is not None else 502
+            raise GatewayError(status, f"the engine failed: {error}", kind="engine_error") from error
+        except Exception as error:
+            logger.exception("the engine raised")
+            raise GatewayError(
+                502, f"the engine raised {type(error).__name__}; see the gateway's log", kind="engine_error"
+            ) from error
+
+    def _params(self, session: Session, prompt: Prompt) -> dict[str, Any]:
+        """The effective sampling parameters: defaults < request < overrides, and a limit that fits the window."""
+        params = {**session.sampling_defaults, **prompt.request.sampling, **session.sampling_overrides}
+        params["stop_token_ids"] = sorted({*self._renderer.stop_token_ids, *params.get("stop_token_ids", ())})
+        limit = params.get("max_tokens") or params.get("max_new_tokens") or 0
+        window = session.max_context_tokens
+        if window:
+            room = window - len(prompt.ids)
+            if room < session.min_response_tokens:
+                raise ContextLengthExceeded(len(prompt.ids), window, session.min_response_tokens)
+            limit = min(limit or room, room)
+        params["max_tokens"] = params["max_new_tokens"] = limit or DEFAULT_MAX_TOKENS
+        if prompt.request.top_logprobs:
+            if not getattr(self._backend, "top_logprobs", False):
+                problem = "top_logprobs: this engine gives the logprob of the sampled token only"
+                raise GatewayError(400, problem, kind="invalid_request_error", param="top_logprobs")
+            params["top_logprobs"] = prompt.request.top_logprobs
+        return params
+
+    def _check_exactness(self, session: Session, params: dict[str, Any]) -> bool:
+        names = inexact_parameters(params)
+        if not names:
+            return True
+        told = ", ".join(f"{name}={params[name]}" for name in names)
+        if self._inexact == "refuse":
+            problem = f"{told}: the engine's logprobs would not be those of the distribution sampled from"
+            raise GatewayError(400, problem, kind="invalid_request_error", param=names[0])
+        if session.not_warned_of(["inexact logprobs"]):
+            logger.warning("session %s: inexact logprobs with %s", session.session_id, told)
+        return False
+
+
+def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _Output, *, trimmed: bool) -> Turn:
+    place = prompt.place
+    message.raw = ""  # the tokens say it, for less
+    if place.prefill:
+        message.content = place.prefill + message.content
+    answer = assistant_message(message, call_ids)
+    return Turn(
+        parent=prompt.parent,
+        new_ids=array("i", prompt.new_ids),
+        output_ids=array("i", output.ids),
+        logprobs=array("d", output.logprobs),
+        finish_reason=output.finish_reason,
+        message=message,
+        call_ids=call_ids,
+        depth=place.depth + 1,
+        key=chain([answer], (), start=place.base)[0],
+        base_key=place.base,
+        prompt_key=place.key,
+        policy_versions=output.versions if any(v is not None for v in output.versions) else None,
+        fork=prompt.fork,
+        divergence=prompt.divergence,
+        prefill=len(place.prefill),
+        trimmed=trimmed,
+        top_logprobs=output.top_logprobs or None,
+        tip_answer=answer,
+        asked=(prompt.request.raw_messages, prompt.request.tools),
+    )
+
+
+def replay(turn: Turn) -> list[Delta]:
+    """The deltas of an answer that is already there."""
+    deltas: list[Delta] = []
+    if turn.message.reasoning:
+        deltas.append(ReasoningDelta(turn.message.reasoning))
+    if content := turn.message.content[turn.prefill :]:
+        deltas.append(ContentDelta(content))
+    for i, call in enumerate(turn.message.tool_calls):
+        deltas += [CallStartDelta(i, call.name, turn.call_ids[i]), CallArgumentsDelta(i, call.arguments)]
+    return deltas
+
+
+def inexact_parameters(params: dict[str, Any]) -> list[str]:
+    """The parameters under which an engine does not sample from the very distribution whose logprobs it reports."""
+    neutral = {
+        "top_p": (1.0, None),
+        "top_k": (-1, 0, None),
+        "min_p": (0.0, None),
+        "presence_penalty": (0.0, None),
+        "frequency_penalty": (0.0, None),
+        "repetition_penalty": (1.0, None),
+    }
+    names = [name for name, values in neutral.items() if params.get(name) not in values]
+    return ["temperature", *names] if params.get("temperature") == 0 else names
