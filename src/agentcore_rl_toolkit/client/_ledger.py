@@ -90,7 +90,8 @@ class Ledger:
             run = header.pop("run")
             for entry in entries:
                 outcome = Outcome(entry.pop("outcome")) if entry["outcome"] else entry.pop("outcome")
-                self._past[entry.pop("input_id")] = Past(**entry, outcome=outcome, known=True)
+                input_id = entry.pop("input_id")  # before the rest is spread: a target is evaluated after its value
+                self._past[input_id] = Past(**entry, outcome=outcome, known=True)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise SetupError(f"{path} is no ledger of this version: choose another run_dir") from None
         if header != identity:
