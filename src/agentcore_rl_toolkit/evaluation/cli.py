@@ -254,12 +254,14 @@ def _client(
 
 def _write(report: Report, directory: RunDirectory) -> None:
     from .report import markdown, plain, tables, text, title
+    from .results import RESULTS
 
     found = tables(report)
     directory.write("report.json", json.dumps(plain(report), indent=1, allow_nan=False))
     directory.write("report.md", markdown(f"Evaluation: {title(report)}", found, report.notes))
     print(text(title(report), found, report.notes))
-    print(f"\n{directory.path}: results.jsonl, report.json, report.md")
+    names = [name for name in (RESULTS, "report.json", "report.md") if (directory.path / name).exists()]
+    print(f"\n{directory.path}: {', '.join(names)}")
 
 
 @contextmanager
