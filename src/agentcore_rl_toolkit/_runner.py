@@ -11,8 +11,9 @@ import traceback
 import urllib.request
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bedrock_agentcore.runtime import BedrockAgentCoreContext
 
@@ -36,12 +37,21 @@ if TYPE_CHECKING:
 
     from .app import AgentCoreRLApp
 
-__all__ = ["Call", "RolloutRunner"]
+__all__ = ["Calls", "RolloutRunner", "Run"]
 
 logger = logging.getLogger(__name__)
 
 Call = Callable[[Any, Any], Awaitable[Did]]
 """A handler, called with payload and context; see ``_handler.call_handler``."""
+
+
+class Calls(NamedTuple):
+    """What an app has registered. ``direct`` is ``rollout`` where there is no plain entrypoint."""
+
+    rollout: Call
+    direct: Call
+    validate: Callable[[Any], Any]
+
 
 _MAX_ERROR = 4_000
 _MAX_TRACEBACK = 32_000
@@ -49,8 +59,8 @@ _SHUTDOWN_SECONDS = 10.0
 _REMEMBERED = 10_000
 
 
-@dataclass(slots=True)
-class _Run:
+@dataclass(slots=True, eq=False)
+class Run:
     """One rollout in this process."""
 
     config: RolloutConfig
@@ -60,16 +70,18 @@ class _Run:
     max_bytes: int
     stored: Any = None
     """The payload as it goes into the result, None if it does not."""
-    finished: threading.Event = field(default_factory=threading.Event)
-    _claim: threading.Lock = field(default_factory=threading.Lock)
+    ended: Future[dict[str, Any] | None] = field(default_factory=Future)
+    """The result object once it is written; None if it was there before, or could not be written."""
+    ping: int = 0
     task: asyncio.Task[None] | None = None
+    _claim: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def address(self) -> str:
         return f"{self.config.s3_bucket}/{self.key}"
 
     def claim(self) -> bool:
-        """True for exactly one caller: who may write the result, the handler's end or the shutdown."""
+        """True for exactly one caller, who has to settle it: the handler's end, a cancellation, the shutdown."""
         return self._claim.acquire(blocking=False)
 
     def error(self, stop_reason: str, trace: str = "", outcome: Outcome = Outcome.AGENT_FAILED) -> dict[str, Any]:
@@ -95,8 +107,8 @@ class _Run:
                 failure = error
         return self.error(describe(failure), "".join(traceback.format_exception(failure)))
 
-    def body(self, result: dict[str, Any]) -> bytes:
-        """The bytes to write: ``result``, or an error object that says why it can't be written."""
+    def body(self, result: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """What to write: ``result``, or an error object that says why it can't be written; and as bytes."""
         try:
             if self.stored is not None and "payload" in result:
                 raise ContractError("payload: the request is stored under this name; return it under another one")
@@ -107,11 +119,11 @@ class _Run:
             result = self.error(str(error))
             body = dumps(result).encode("utf-8")
         if self.stored is None:
-            return body
+            return result, body
         whole = dumps({**result, "payload": self.stored}).encode("utf-8")
         if len(whole) > self.max_bytes:
             whole = dumps({**result, "payload": {"error": "not stored: over max_result_bytes"}}).encode("utf-8")
-        return whole
+        return result, whole
 
 
 class RolloutRunner:
@@ -121,7 +133,7 @@ class RolloutRunner:
         self._app = app
         self._store_payload, self._max_result_bytes = store_payload, max_result_bytes
         self._store = ResultStore()
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
         self._known: dict[str, None] = {}
 
     @property
@@ -129,69 +141,92 @@ class RolloutRunner:
         """Whether a result has still to be written."""
         return bool(self._runs)
 
-    async def handle(
-        self, call: Call, validate: Callable[[Any], Any], direct: Call, payload: Any, context: RequestContext
-    ) -> Any:
-        """The answer to one request: at once for a rollout, the value of ``direct`` for any other payload."""
+    async def handle(self, calls: Calls, payload: Any, context: RequestContext) -> Any:
+        """The answer to one request: at once for a rollout, the value of the direct call for any other payload."""
+        return (await self.begin(calls, payload, context))[0]
+
+    async def begin(self, calls: Calls, payload: Any, context: RequestContext) -> tuple[Any, Run | None]:
+        """The answer, and the rollout if it has one that has not ended."""
         session_id = context.session_id or str(uuid.uuid4())
         try:
             config = RolloutConfig.from_payload(payload) if isinstance(payload, Mapping) else None
             key = config.result_key(session_id) if config else ""
-            if config is not None or direct is call:  # a plain entrypoint of the agent's own validates for itself
-                payload = validate(payload)
+            if config is not None or calls.direct is calls.rollout:  # a plain entrypoint validates for itself
+                payload = calls.validate(payload)
         except ContractError as error:
             return self._reject(payload, context, session_id, str(error))
         if config is None:
-            return _unwrap(await direct(payload, context), payload, context)
+            return _unwrap(await calls.direct(payload, context), payload, context), None
         answer = {"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key}
         run = self._new(config, key, payload, context)
         # An invoke is retried by SDKs, proxies and trainers: the agent still runs once.
         if run.address not in self._known:
             self._remember(run.address)
-            ping = self._begin(run)
-            run.task = asyncio.create_task(self._run(run, call, context, ping))
-        return answer
+            self._begin(run)
+            run.task = asyncio.create_task(self._run(run, calls.rollout, context))
+        return answer, self._runs.get(run.address)
 
-    def _new(self, config: RolloutConfig, key: str, payload: Mapping[str, Any], context: RequestContext) -> _Run:
+    def cancel(self, run: Run) -> None:
+        """End a rollout with a ``cancelled`` result, unless it has ended. From any thread.
+
+        An async handler is cancelled; a sync one can't be, but what it returns is dropped.
+        """
+        if not run.claim():
+            return
+        result = run.error("cancelled by the client", outcome=Outcome.CANCELLED)
+        daemon(functools.partial(self._settle, run, lambda: result), "agentcore-rl-result")
+        if run.task is not None:
+            run.task.get_loop().call_soon_threadsafe(run.task.cancel)
+
+    def _new(self, config: RolloutConfig, key: str, payload: Mapping[str, Any], context: RequestContext) -> Run:
         secrets = _Secrets(payload, context)
         stored = secrets.payload(payload) if self._store_payload else None
-        return _Run(config, key, payload, secrets, self._max_result_bytes, stored)
+        return Run(config, key, payload, secrets, self._max_result_bytes, stored)
 
-    def _begin(self, run: _Run) -> int:
+    def _begin(self, run: Run) -> None:
         """Busy from before the answer until the result is written, so that the session is not reclaimed."""
         self._runs[run.address] = run
-        return self._app.add_async_task("rollout")
+        run.ping = self._app.add_async_task("rollout")
 
-    async def _run(self, run: _Run, call: Call, context: RequestContext, ping: int) -> None:
+    async def _run(self, run: Run, call: Call, context: RequestContext) -> None:
         did: Did | None = None
         try:
             if (await in_thread(functools.partial(self._store.may_run, run.config.s3_bucket, run.key))).unwrap():
                 did = await call(run.payload, context)
         except BaseException as error:  # noqa: BLE001 - even this task's cancellation is the rollout's outcome
             did = Did(error=error)
-        # From here on in a thread: neither an agent that blocks or cancels this loop, nor the loop's end delays it.
-        daemon(functools.partial(self._end, run, did, ping), "agentcore-rl-result")
+        if run.claim():
+            # In a thread: neither an agent that blocks or cancels this loop, nor the loop's end delays it.
+            make = functools.partial(run.result, did) if did is not None else None
+            daemon(functools.partial(self._settle, run, make), "agentcore-rl-result")
 
-    def _end(self, run: _Run, did: Did | None, ping: int) -> None:
+    def _settle(self, run: Run, make_result: Callable[[], dict[str, Any]] | None) -> None:
+        """Write the result, if there is one to write; then the rollout has ended. For whoever has claimed it."""
+        result = None
         try:
-            if did is not None and run.claim():
-                self._write(run, run.result(did))
+            if make_result is not None:
+                result = self._write(run, make_result())
         except Exception:
             logger.exception("rollout %s: its result could not be written", run.key)
         finally:
             self._runs.pop(run.address, None)
-            run.finished.set()
-            self._app.complete_async_task(ping)
+            self._app.complete_async_task(run.ping)
+            run.ended.set_result(result)
 
-    def _write(self, run: _Run, result: dict[str, Any]) -> None:
+    def _write(self, run: Run, result: dict[str, Any]) -> dict[str, Any] | None:
         if result["status_code"] != 200 and "traceback" in result:
             logger.error("rollout %s failed: %s\n%s", run.key, result["stop_reason"], result["traceback"])
-        body = run.body(result)
-        if self._store.write(run.config.s3_bucket, run.key, body) and run.config.notify_url:
+        result, body = run.body(result)
+        if not self._store.write(run.config.s3_bucket, run.key, body):
+            return None
+        if run.config.notify_url:
             _notify(run.config.notify_url, run.config.s3_bucket, run.key, run.secrets.everything)
+        return result
 
-    def _reject(self, payload: Mapping[str, Any], context: RequestContext, session_id: str, reason: str) -> Any:
-        """Answer a payload that breaks the contract.
+    def _reject(
+        self, payload: Mapping[str, Any], context: RequestContext, session_id: str, reason: str
+    ) -> tuple[dict[str, Any], Run | None]:
+        """The answer to a payload that breaks the contract, and the rollout whose only act is to write that down.
 
         The HTTP status is 200, because AgentCore turns any other into a 424, which reads as a cold start.
         """
@@ -207,18 +242,12 @@ class RolloutRunner:
             assert config is not None
             run = self._new(config, config.result_key(session_id), payload, context)
         except (ContractError, KeyError, TypeError, AttributeError):
-            return answer  # nowhere to write to
-        if run.address not in self._runs:
-            ping = self._begin(run)
-            daemon(functools.partial(self._end_rejected, run, reason, ping), "agentcore-rl-result")
-        return {**answer, "s3_bucket": config.s3_bucket, "result_key": run.key}
-
-    def _end_rejected(self, run: _Run, reason: str, ping: int) -> None:
-        try:
-            if run.claim():
-                self._write(run, run.error(reason, outcome=Outcome.REJECTED))
-        finally:
-            self._end(run, None, ping)
+            return answer, None  # nowhere to write to
+        if run.address not in self._runs and run.claim():
+            self._begin(run)
+            make = functools.partial(run.error, reason, outcome=Outcome.REJECTED)
+            daemon(functools.partial(self._settle, run, make), "agentcore-rl-result")
+        return {**answer, "s3_bucket": config.s3_bucket, "result_key": run.key}, self._runs.get(run.address)
 
     def _remember(self, address: str) -> None:
         self._known[address] = None
@@ -237,12 +266,12 @@ class RolloutRunner:
         ends = [in_thread(functools.partial(self._abort, run)) for run in runs]
         await asyncio.wait(ends, timeout=_SHUTDOWN_SECONDS)
 
-    def _abort(self, run: _Run) -> None:
+    def _abort(self, run: Run) -> None:
         if run.claim():
             reason = "aborted: the agent's process was stopped before the rollout ended"
-            self._write(run, run.error(reason, outcome=Outcome.RUNTIME_FAILED))
+            self._settle(run, functools.partial(run.error, reason, outcome=Outcome.RUNTIME_FAILED))
         else:
-            run.finished.wait(_SHUTDOWN_SECONDS)
+            run.ended.result(_SHUTDOWN_SECONDS)
 
 
 # -- secrets -------------------------------------------------------------------------------------------------

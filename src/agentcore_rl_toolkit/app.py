@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from bedrock_agentcore.runtime import BedrockAgentCoreApp, PingStatus
 
 from ._handler import call_handler, payload_validator, takes_context, takes_named_context
-from ._runner import Call, RolloutRunner
+from ._runner import Call, Calls, RolloutRunner
 
 if TYPE_CHECKING:
     from bedrock_agentcore.runtime import RequestContext
@@ -48,8 +48,8 @@ class AgentCoreRLApp(BedrockAgentCoreApp):
         max_result_bytes: int = 64 * 2**20,
     ) -> None:
         self._rollouts = RolloutRunner(self, store_payload=store_payload, max_result_bytes=max_result_bytes)
-        self._rollout_call: Call | None = None
         self._direct_call: Call | None = None
+        self._serve: Callable[[Any, RequestContext], Any] | None = None
         super().__init__(debug=debug, lifespan=self._with_shutdown(lifespan), middleware=middleware)
 
     @overload
@@ -80,20 +80,22 @@ class AgentCoreRLApp(BedrockAgentCoreApp):
         call = functools.partial(call_handler, func, takes_context(func))
         validate = payload_validator(payload_model)
 
-        # The SDK passes the context only to a second parameter of exactly this name.
-        async def entrypoint(payload: Any, context: RequestContext) -> Any:
-            return await self._rollouts.handle(call, validate, self._direct_call or call, payload, context)
+        def calls() -> Calls:
+            return Calls(call, self._direct_call or call, validate)
 
-        self._rollout_call = call
-        self._serve = entrypoint
-        super().entrypoint(entrypoint)
+        # The SDK passes the context only to a second parameter of exactly this name.
+        async def serve(payload: Any, context: RequestContext) -> Any:
+            return await self._rollouts.handle(calls(), payload, context)
+
+        self._calls, self._serve = calls, serve
+        super().entrypoint(serve)
         return func
 
     def entrypoint(self, func: Handler) -> Handler:
         """As in ``BedrockAgentCoreApp``; beside ``rollout_entrypoint`` it serves the direct calls."""
         self._direct_call = functools.partial(call_handler, func, takes_named_context(func))
         super().entrypoint(func)
-        if self._rollout_call is not None:
+        if self._serve is not None:
             super().entrypoint(self._serve)
         return func
 
