@@ -200,7 +200,8 @@ class FakeServer:
 class FakeVllm(FakeServer):
     """``/inference/v1/generate`` and ``/v1/completions``.
 
-    Faults: ``no_generate`` (an older server), ``no_stream`` (answers in one piece although asked to stream),
+    Faults: ``no_generate`` (an older server), ``disabled`` (started without
+    ``--enable-scale-out``), ``no_stream`` (answers in one piece although asked to stream),
     ``names`` (tokens in logprobs as ``token_id:7``), ``no_ids``, ``extra_logprob``, ``trimmed_stop`` (ids without the
     stop token, logprobs with it), ``other_tokens``, ``abort``, ``silent_abort`` (the end of the stream is the only
     sign), ``late_finish`` (the finish reason comes in an event without tokens), ``no_logprobs``, ``over_limit``.
@@ -220,6 +221,9 @@ class FakeVllm(FakeServer):
         return web.json_response({"object": "list", "data": data})
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
+        if "disabled" in self.faults:
+            error = {"message": "Scale-out endpoints are disabled.", "type": "PermissionDeniedError", "code": 403}
+            return web.json_response({"error": error}, status=403)
         body = await self.body(http)
         return await self._answer(http, body, body["token_ids"], body["sampling_params"], chat=True)
 

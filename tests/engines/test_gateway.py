@@ -74,13 +74,7 @@ async def test_every_trained_token_is_true(kind, faults, stream):
     assert row.policy_versions == [5 if mask else None for mask in row.loss_mask]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        FakeSglang,
-        pytest.param(FakeVllm, marks=pytest.mark.xfail(strict=False, reason="the gateway takes no list at the end")),
-    ],
-)
+@pytest.mark.parametrize("kind", [FakeSglang, FakeVllm])
 async def test_weights_that_change_during_a_turn_are_known_per_token(kind):
     def six(prompt_ids):
         return encode("one two three red green blue")[:6]

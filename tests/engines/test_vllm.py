@@ -30,7 +30,7 @@ def asked(server):
     }
 
 
-@pytest.mark.parametrize("variant", [None, "no_generate", "names", "late_finish", "unscaled"])
+@pytest.mark.parametrize("variant", [None, "no_generate", "disabled", "names", "late_finish", "unscaled"])
 async def test_every_kind_of_server_conforms(variant):
     faults = (variant,) if variant else ()
     async with serving_engine(FakeVllm(*faults, delay=0.001)) as server, VllmBackend(server.url) as backend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -24,6 +24,9 @@ _MAX_RETRY_AFTER = 60.0
 _MAX_ERROR = 65_536
 _DETAIL = 400
 _HEALTH = 5.0
+_CLOSING = 1.0
+_KEEP_ALIVE = 4.0
+"""Servers close idle connections after 5 seconds; a request may not meet one that is being closed."""
 _LARGE = 256_000
 """Bytes of JSON that take a few ms to read: no work for the event loop."""
 
@@ -61,7 +64,7 @@ class HttpEngine:
         timeouts: Timeouts = Timeouts(),
         retries: int = 2,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
+        if not base_url.startswith(("http://", "https://")) or not URL(base_url).host:
             raise ValueError(f"base_url: an http:// or https:// address is required, got {base_url!r}")
         self._url, self.timeouts, self.retries = base_url.rstrip("/"), timeouts, retries
         self.base_url = str(URL(self._url).with_user(None))
@@ -111,7 +114,7 @@ class HttpEngine:
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
-                        await response.read()  # the end of the body: only then the connection can be used again
+                        await _to_the_end(response)
                         return
                     event = self._parse(data)
                     if isinstance(event, dict) and event.get("error"):
@@ -149,7 +152,8 @@ class HttpEngine:
         if pool is None or pool.closed:
             # No limit: the engine queues better than we do, and a waiting request would look like a slow engine.
             pool = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30), cookie_jar=aiohttp.DummyCookieJar()
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
+                cookie_jar=aiohttp.DummyCookieJar(),
             )
             self._pools[loop] = pool
         return pool
@@ -255,6 +259,13 @@ class StatusError(EngineError):
     """The server refused a request. ``status``: its HTTP status, or the one named in an error inside a stream."""
 
     status: int = 0
+
+
+async def _to_the_end(response: aiohttp.ClientResponse) -> None:
+    """Read on to the end of the body: only then the connection can be used again. The answer itself is complete."""
+    with suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(_CLOSING):
+            await response.read()
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

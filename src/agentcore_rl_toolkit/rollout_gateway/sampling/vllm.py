@@ -98,9 +98,9 @@ class VllmBackend(TokenServer):
             try:
                 answer = await self.post_json(path, self._body(path, prompt_ids, params, logprobs=_TOP))
             except StatusError as error:
-                if error.status not in (404, 405, 501) or path == _COMPLETIONS:
+                if error.status not in (403, 404, 405, 501) or path == _COMPLETIONS:
                     raise
-                continue  # an older server, or one without this endpoint
+                continue  # an older server, or one started without --enable-scale-out
             self._path = path
             return _top((answer or {}).get("choices") or [{}], self.base_url)
         raise AssertionError("the last path returns or raises")
