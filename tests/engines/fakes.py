@@ -377,7 +377,7 @@ class FakeSglang(FakeServer):
             if "no_logprobs" not in self.faults:
                 meta["output_token_logprobs"] = part
                 meta["output_token_logprobs_length"] = len(part)
-                meta["output_top_logprobs"] = [top] * len(part)
+                meta["output_top_logprobs"] = [top] * len(part) if top else None
             if "abort" in self.faults and start:
                 meta["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
             if body.get("return_routed_experts") and done:

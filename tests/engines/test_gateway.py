@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
 import aiohttp
@@ -191,3 +192,42 @@ async def test_one_replica_killed_is_not_noticed_by_turns_that_have_not_begun():
     await router.aclose()
     for server in servers:
         await server.stop()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "faults"),
+    [(FakeVllm, ()), (FakeVllm, ("no_generate",)), (FakeVllm, ("names",)), (FakeSglang, ()), (FakeSglang, ("mixed",))],
+)
+async def test_clients_get_the_most_likely_tokens_where_they_ask(kind, faults, stream):
+    backend_kind = SglangBackend if kind is FakeSglang else VllmBackend
+    async with (
+        serving_engine(kind(*faults, script=speak, chunk=2)) as server,
+        backend_kind(server.url) as backend,
+        serving(ReplicaRouter([backend])) as gateway,
+        aiohttp.ClientSession() as http,
+    ):
+        session = gateway.create_session()
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream, "logprobs": True, "top_logprobs": 3}
+        async with http.post(f"{session.base_url}/chat/completions", json=body) as response:
+            text = await response.text()
+    events = sse(text)[:-1] if stream else [json.loads(text)]
+    content = (
+        [
+            entry
+            for event in events
+            for choice in event["choices"]
+            for entry in (choice["logprobs"] or {})["content"] or ()
+        ]
+        if not stream
+        else [
+            entry
+            for event in events
+            for choice in event["choices"]
+            if choice.get("logprobs")
+            for entry in choice["logprobs"]["content"]
+        ]
+    )
+    assert len(content) > 3
+    right = [pytest.approx(value) for value, _ in server.top(1.0, 3)]
+    assert all([top["logprob"] for top in entry["top_logprobs"]] == right for entry in content)

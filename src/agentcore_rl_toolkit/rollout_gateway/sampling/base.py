@@ -28,6 +28,8 @@ class SamplingParams(TypedDict, total=False):
     stop_token_ids: list[int]
     adapter: str
     """Name of the LoRA adapter to sample with; the engine's own default without."""
+    top_logprobs: int
+    """How many of the most likely tokens to tell beside each sampled one; only to engines that declare it."""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,8 @@ class TurnRecord:
     is an ``EngineError``.
     ``ill_formed``: set by the gateway when the output doesn't parse.
     ``policy_version``: version of the weights, one int or one per token; None if the engine has none.
-    ``extra``: anything else the engine reports.
+    ``extra``: anything else the engine reports; ``top_logprobs``: for each output token the most likely ones,
+    ``[(token, logprob), …]``, best first; ``routed_experts``: an integer array, tokens of prompt and answer first.
     """
 
     prompt_ids: list[int]
@@ -73,8 +76,9 @@ class TokenChunk:
 class SamplingBackend(Protocol):
     """A token-in/token-out engine. Implement :meth:`generate`; add ``stream`` to stream for real.
 
-    An engine may declare two limits as attributes. ``min_new_tokens``: the smallest ``max_tokens`` it takes (1).
-    ``stop_kind``: which stops it honours, ``"ids"``, ``"strings"`` or ``"both"`` (the default).
+    An engine may declare itself by attributes. ``min_new_tokens``: the smallest ``max_tokens`` it takes (1).
+    ``stop_kind``: which stops it honours, ``"ids"``, ``"strings"`` or ``"both"`` (the default). ``top_logprobs``: True
+    if it can tell the most likely tokens.
     """
 
     async def generate(
@@ -111,7 +115,10 @@ async def collect(chunks: AsyncIterator[TokenChunk], prompt_ids: list[int]) -> T
         record.output_ids += chunk.output_ids
         record.output_log_probs += chunk.output_log_probs
         record.finish_reason = chunk.finish_reason or record.finish_reason
+        tops = record.extra.get("top_logprobs", [])
         record.extra.update(chunk.extra)
+        if "top_logprobs" in record.extra:
+            record.extra["top_logprobs"] = tops + list(chunk.extra.get("top_logprobs", ()))
         add_versions(versions, chunk)
     known = [version for version in versions if version is not None]
     record.policy_version = known if len(set(known)) > 1 else known[0] if known else None

@@ -139,6 +139,7 @@ class ReplicaRouter:
             self._set_version(policy_version)
         self.min_new_tokens = max(getattr(backend, "min_new_tokens", 1) for backend in backends)
         kinds = {getattr(backend, "stop_kind", "both") for backend in backends} - {"both"}
+        self.top_logprobs = all(getattr(backend, "top_logprobs", False) for backend in backends)
         self.stop_kind = kinds.pop() if len(kinds) == 1 else "ids" if kinds else "both"
 
     # -- the seam ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _MEDIA = frozenset({"image_data", "video_data", "audio_data"})
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
-_NOT_SENT = frozenset({"adapter", "max_new_tokens"})
+_NOT_SENT = frozenset({"adapter", "max_new_tokens", "top_logprobs"})
 _TOP = 5
 _REPEATED = 1000
 
@@ -34,6 +34,7 @@ class SglangBackend(TokenServer):
     headers, timeouts, retries) and :class:`TokenServer`.
     """
 
+    top_logprobs = True
     unscaled_logprobs = "Start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     def __init__(self, base_url: str, **options: Any) -> None:
@@ -82,7 +83,7 @@ class SglangBackend(TokenServer):
             if not ended:
                 self._abort(rid)
 
-    def _body(self, prompt_ids: Sequence[int], params: Mapping[str, Any], top: int = 0) -> dict[str, Any]:
+    def _body(self, prompt_ids: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
         sampling = {**NEUTRAL, **{_OWN_NAMES.get(k, k): v for k, v in params.items() if k not in _NOT_SENT}}
         sampling.update(skip_special_tokens=False, no_stop_trim=True)
         body = {
@@ -90,7 +91,7 @@ class SglangBackend(TokenServer):
             "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,
-            "top_logprobs_num": top,
+            "top_logprobs_num": params.get("top_logprobs", 0),
             "return_text_in_logprobs": False,
         }
         if adapter := params.get("adapter") or self.adapter:
@@ -112,13 +113,12 @@ class SglangBackend(TokenServer):
             logger.debug("abort of %s: %s", rid, error)
 
     async def _top_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> dict[int, float]:
-        body = self._body(prompt_ids, {"max_tokens": 1, "temperature": temperature}, top=_TOP)
+        body = self._body(prompt_ids, {"max_tokens": 1, "temperature": temperature, "top_logprobs": _TOP})
         meta = (await self.post_json("/generate", body) or {}).get("meta_info") or {}
-        top = (meta.get("output_top_logprobs") or [[]])[0] or []
-        found = {entry[1]: entry[0] for entry in top if entry[0] is not None}
-        if not found:
+        tops = _tops(meta.get("output_top_logprobs") or [])
+        if not tops or not tops[0]:
             raise SetupError(f"{self.base_url} gives no logprobs: is it a generation server?")
-        return found
+        return dict(tops[0])
 
 
 class _Answer:
@@ -142,8 +142,9 @@ class _Answer:
         seen, completed = len(self.ids), meta.get("completion_tokens")
         if not isinstance(completed, int):
             raise EngineError(f"{self.url} gave no completion_tokens")
-        new = triples[seen:] if len(triples) >= completed else triples
-        self.repeated = len(triples) - len(new)
+        start = seen if len(triples) >= completed else 0
+        new = triples[start:]
+        self.repeated = start
         new_ids = [triple[1] for triple in new]
         self.ids += new_ids
         self._reconcile(event.get("output_ids"), new_ids, completed)
@@ -154,6 +155,7 @@ class _Answer:
             [triple[0] for triple in new],
             policy_version=version if versions is None else versions[seen:],
             finish_reason=reason.get("type"),
+            extra={"top_logprobs": _tops(tops[start:])} if (tops := meta.get("output_top_logprobs")) else {},
         )
 
     def _reconcile(self, ids: object, new_ids: list[int], completed: int) -> None:
@@ -174,6 +176,11 @@ class _Answer:
         refused = isinstance(status, int) and 400 <= status < 500 and status != 429
         message = f"{self.url} aborted the request: {reason.get('message') or 'no reason given'}"
         return EngineError(message, retry_after=None if refused else RETRY_AFTER)
+
+
+def _tops(entries: Sequence[Sequence[Sequence[Any]] | None]) -> list[list[tuple[int, float]]]:
+    """The most likely tokens beside each sampled one, best first."""
+    return [[(top[1], top[0]) for top in entry or () if top[0] is not None] for entry in entries]
 
 
 def _array(encoded: str, tokens: int) -> np.ndarray[Any, Any]:

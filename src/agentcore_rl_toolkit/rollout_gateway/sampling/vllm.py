@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _GENERATE, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 _MEDIA = frozenset({"features", "content_parts"})
 _OWN_NAMES = {"min_new_tokens": "min_tokens"}
-_NOT_SENT = frozenset({"max_new_tokens", "adapter"})
+_NOT_SENT = frozenset({"max_new_tokens", "adapter", "top_logprobs"})
 _TOP = 5
 
 
@@ -34,6 +34,7 @@ class VllmBackend(TokenServer):
     reports numbers. Other options: :class:`HttpEngine` (key, headers, timeouts, retries) and :class:`TokenServer`.
     """
 
+    top_logprobs = True
     unscaled_logprobs = "Start vLLM with --logprobs-mode processed_logprobs"
 
     def __init__(self, base_url: str, *, model: str | None = None, **options: Any) -> None:
@@ -58,12 +59,13 @@ class VllmBackend(TokenServer):
         if rank is not None:
             headers["X-data-parallel-rank"] = str(rank)
         path = self._path or _GENERATE
-        body = {**self._body(path, prompt_ids, params, logprobs=0), **media, "stream": True}
+        top = params.get("top_logprobs", 0)
+        body = {**self._body(path, prompt_ids, params, logprobs=top), **media, "stream": True}
         count = 0
         async with aclosing(self.events(path, body, headers=headers)) as events:
             async for event in events:
                 for choice in event.get("choices") or ():
-                    piece = self._piece(choice)
+                    piece = self._piece(choice, top)
                     count += len(piece.output_ids)
                     piece.policy_version = versions_of(choice.get("weight_versions"), count)
                     yield piece
@@ -80,14 +82,14 @@ class VllmBackend(TokenServer):
         own = {"return_token_ids": True, "return_tokens_as_token_ids": True, "return_weight_versions": True}
         return {**body, "prompt": list(prompt_ids), **sampling, **own}
 
-    def _piece(self, choice: Mapping[str, Any]) -> TokenChunk:
+    def _piece(self, choice: Mapping[str, Any], top: int) -> TokenChunk:
         ids = choice.get("token_ids")
         if not isinstance(ids, list):
             raise EngineError(f"{self.base_url} gave no token ids: vLLM 0.10.2 or newer is needed")
         named, logprobs = _sampled(choice.get("logprobs") or {})
         if len(named) == len(ids) and any(a is not None and a != b for a, b in zip(named, ids, strict=True)):
             raise EngineError(f"{self.base_url} gave logprobs of other tokens than it sampled")
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"top_logprobs": _tops(choice.get("logprobs") or {}, top)} if top else {}
         if self.routed_experts and choice.get("routed_experts"):
             extra["routed_experts"] = _array(choice["routed_experts"])
         return TokenChunk(ids, logprobs, finish_reason=choice.get("finish_reason"), extra=extra)
@@ -102,7 +104,10 @@ class VllmBackend(TokenServer):
                     raise
                 continue  # an older server, or one started without --enable-scale-out
             self._path = path
-            return _top((answer or {}).get("choices") or [{}], self.base_url)
+            choices = (answer or {}).get("choices") or [{}]
+            if not (tops := _tops(choices[0].get("logprobs") or {}, _TOP)) or not tops[0]:
+                raise SetupError(f"{self.base_url} gives no logprobs: start vLLM with --max-logprobs {_TOP} or more")
+            return dict(tops[0])
         raise AssertionError("the last path returns or raises")
 
 
@@ -114,17 +119,24 @@ def _sampled(logprobs: Mapping[str, Any]) -> tuple[list[int | None], list[float]
     return [_token(entry.get("token_id", entry.get("token"))) for entry in content], [e["logprob"] for e in content]
 
 
-def _top(choices: Sequence[Mapping[str, Any]], url: str) -> dict[int, float]:
-    logprobs = choices[0].get("logprobs") or {}
+def _tops(logprobs: Mapping[str, Any], count: int) -> list[list[tuple[int, float]]]:
+    """The most likely tokens beside each sampled one, best first."""
     if "token_logprobs" in logprobs:
-        pairs = list(((logprobs.get("top_logprobs") or [{}])[0] or {}).items())
+        named = [list((entry or {}).items()) for entry in logprobs.get("top_logprobs") or ()]
     else:
-        entries = ((logprobs.get("content") or [{}])[0]).get("top_logprobs") or []
-        pairs = [(entry.get("token_id", entry.get("token")), entry["logprob"]) for entry in entries]
-    found = {token: value for name, value in pairs if (token := _token(name)) is not None and value is not None}
-    if not found:
-        raise SetupError(f"{url} gives no logprobs: start vLLM with --max-logprobs {_TOP} or more")
-    return found
+        content = logprobs.get("content") or ()
+        named = [
+            [(top.get("token_id", top.get("token")), top["logprob"]) for top in entry.get("top_logprobs") or ()]
+            for entry in content
+        ]
+    # The sampled token comes too, and first, where it is not among them.
+    return [
+        sorted(
+            ((token, value) for name, value in pairs if (token := _token(name)) is not None and value is not None),
+            key=lambda top: -top[1],
+        )[:count]
+        for pairs in named
+    ]
 
 
 def _token(name: object) -> int | None:
