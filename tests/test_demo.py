@@ -235,7 +235,7 @@ def test_steps_must_be_a_number(text, capsys):
 
 
 def test_a_missing_example_and_a_missing_extra_say_what_to_do(tmp_path, monkeypatch):
-    arguments = demo_module.argparse.Namespace(out=tmp_path, steps=1, samples=1, seed=0, plain=True)
+    arguments = demo_module.argparse.Namespace(out=tmp_path, engine="tiny", steps=1, samples=1, seed=0, plain=True)
     monkeypatch.setattr(demo_module, "EXAMPLE", Path("examples/gone"))
     with pytest.raises(SetupError, match=r"examples/gone/rl_app\.py is missing: reinstall"):
         demo_module.run(arguments)

@@ -2,7 +2,8 @@
 
 Agent processes are started one per session by a local AgentCore Runtime and call the model through the rollout
 gateway; results go to a local S3; ``run_rollouts`` joins rewards and traces; a policy-gradient step follows (GRPO:
-the samples of a task are compared with each other). Two runs with one seed agree in every reward.
+the samples of a task are compared with each other). Two runs with one seed agree in every reward. With ``--engine
+llama.cpp`` a real small model takes the policy's place: it is evaluated, not trained.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ SUMMARY_STEPS = 4  # one step's mean reward moves by a few hundredths from chanc
 MAX_CONCURRENT = 12
 LEARNING_RATE = 1.0
 ROLLOUT_TIMEOUT = 120.0  # seconds; one takes about one, on a busy machine a few
+REAL_MODEL_TIMEOUT = 900.0  # a slow machine samples a few tokens a second
 EXAMPLE = Path("examples/local_math_agent")
+_SIZES = {"tiny": (24, 6), "llama.cpp": (2, 2)}
+"""Engine -> default number of steps, and of rollouts per task."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,8 +49,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="train a small agent on this machine, start to finish",
         description="Train a small math agent on this machine: no AWS account, no GPU.",
     )
-    parser.add_argument("--steps", type=_positive, default=24, help="training steps (default: 24)")
-    parser.add_argument("--samples", type=_positive, default=6, help="rollouts per task (default: 6)")
+    parser.add_argument(
+        "--engine",
+        choices=list(_SIZES),
+        default="tiny",
+        help="tiny: a policy that learns (default); llama.cpp: SmolLM2-135M-Instruct, evaluated, not trained",
+    )
+    parser.add_argument("--steps", type=_positive, help="training steps (default: 24; with llama.cpp: 2)")
+    parser.add_argument("--samples", type=_positive, help="rollouts per task (default: 6; with llama.cpp: 2)")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling (default: 0)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: runs/<time>)")
     parser.add_argument("--plain", action="store_true", help="lines instead of a live table")
@@ -64,7 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
     for module in ("aiohttp", "tokenizers", "jinja2", "numpy", "rich", "openai"):
         require(module, "local")
     from .report import make_report
+    from .smollm2 import model_file, retokenized
 
+    real = arguments.engine != "tiny"
+    if real:
+        model_file()  # says what is missing before anything runs
+    steps, samples = _SIZES[arguments.engine]
     agent = _agent_directory()
     directory = RunDirectory(arguments.out)
     started = time.monotonic()
@@ -72,15 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
     with signals, directory:
         print(f"run directory: {directory.path}", flush=True)
         try:
-            with _parts(agent, directory) as parts, make_report(plain=arguments.plain) as report:
+            with _parts(agent, directory, real=real) as parts, make_report(plain=arguments.plain) as report:
                 trainer = Trainer(*parts, directory=directory, report=report)
-                plan = trainer.train(arguments.steps, samples=arguments.samples, seed=arguments.seed)
+                plan = trainer.train(arguments.steps or steps, arguments.samples or samples, seed=arguments.seed)
                 asyncio.run(signals.guard(plan))
         except (KeyboardInterrupt, asyncio.CancelledError):
             if not signals.received:
                 raise
             print("interrupted", file=sys.stderr)
-    print(directory.summary(time.monotonic() - started))
+    print(directory.summary(time.monotonic() - started, trained=not real))
+    if real:
+        different, answers = retokenized(directory.path / "rollouts.jsonl", directory.path / "model")
+        print(f"{different} of {answers} answers would be other tokens if their text was tokenized again; none was")
     return 128 + signals.received if signals.received else 0
 
 
@@ -95,12 +113,15 @@ def _agent_directory() -> Path:
 
 
 @contextmanager
-def _parts(agent: Path, directory: RunDirectory) -> Iterator[tuple[RolloutClient, ThreadedGatewayServer, TinyPolicy]]:
+def _parts(
+    agent: Path, directory: RunDirectory, *, real: bool
+) -> Iterator[tuple[RolloutClient, ThreadedGatewayServer, TinyPolicy | None]]:
     """Everything that runs while the demo does; all of it has ended when the block is left."""
     from ..client import RolloutClient
     from ..rollout_gateway import HfTemplateRenderer, RolloutGateway, ThreadedGatewayServer
     from . import Lifecycle, LocalAgentCore, Quotas
     from .policy import FOLDER, TinyPolicy
+    from .smollm2 import SAMPLING, smollm2
 
     with ExitStack() as stack:
         local = stack.enter_context(
@@ -113,8 +134,13 @@ def _parts(agent: Path, directory: RunDirectory) -> Iterator[tuple[RolloutClient
                 lifecycle=Lifecycle(stop_grace=2.0),
             )
         )
-        policy = TinyPolicy()
-        server = ThreadedGatewayServer(RolloutGateway(backend=policy, renderer=HfTemplateRenderer(FOLDER)))
+        policy = None if real else TinyPolicy()
+        if policy is None:
+            engine, renderer = stack.enter_context(smollm2(directory.path / "model"))
+            gateway = RolloutGateway(backend=engine, renderer=renderer, sampling_defaults=SAMPLING)
+        else:
+            gateway = RolloutGateway(backend=policy, renderer=HfTemplateRenderer(FOLDER))
+        server = ThreadedGatewayServer(gateway)
         server.start()
         stack.callback(server.shutdown)
         stack.enter_context(_environment(local.environment()))
@@ -147,15 +173,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Trainer:
-    """The training loop: rollouts, advantages, update, again."""
+    """The training loop: rollouts, advantages, update, again. Without a policy, rollouts and again."""
 
     client: RolloutClient
     gateway: ThreadedGatewayServer
-    policy: TinyPolicy
+    policy: TinyPolicy | None
     directory: RunDirectory
     report: PlainReport | LiveReport
 
-    async def train(self, steps: int, *, samples: int, seed: int) -> None:
+    async def train(self, steps: int, samples: int, *, seed: int) -> None:
         from .math_tasks import math_tasks
 
         tasks = math_tasks(seed, steps * TASKS_PER_STEP)
@@ -175,7 +201,7 @@ class Trainer:
             self.gateway,
             payloads,
             samples=samples,
-            timeout=ROLLOUT_TIMEOUT,
+            timeout=ROLLOUT_TIMEOUT if self.policy else REAL_MODEL_TIMEOUT,
             max_concurrent=MAX_CONCURRENT,
             run=f"step-{number:04d}",
             seed=seed,
@@ -193,12 +219,14 @@ class Trainer:
                 f"no rollout of step {number} succeeded. The first to end was {first.outcome} with: {first.error}\n"
                 f"The agents' logs are in {self.directory.path / 'local' / 'sessions'}"
             )
-        step.logprob_gap = await asyncio.to_thread(self._learn, rollouts, samples)
+        if self.policy:
+            step.logprob_gap = await asyncio.to_thread(self._learn, self.policy, rollouts, samples)
         step.seconds = time.monotonic() - started
         self.directory.finish(step)
         self.report.finish(step)
 
-    def _learn(self, rollouts: list[Rollout], samples: int) -> float | None:
+    @staticmethod
+    def _learn(policy: TinyPolicy, rollouts: list[Rollout], samples: int) -> float | None:
         """One policy update. Returns the largest logprob gap, None without a single row."""
         from .grpo import group_advantages
 
@@ -214,7 +242,7 @@ class Trainer:
                 advantages += [advantage or 0.0] * len(rollout.records)
         if not records:
             return None
-        return self.policy.update(records, advantages, learning_rate=LEARNING_RATE)["max_logprob_gap"]
+        return policy.update(records, advantages, learning_rate=LEARNING_RATE)["max_logprob_gap"]
 
 
 class RunDirectory:
@@ -253,12 +281,14 @@ class RunDirectory:
         unfinished.write_text(curve, encoding="utf-8")
         unfinished.replace(self.path / "reward.svg")
 
-    def summary(self, seconds: float) -> str:
+    def summary(self, seconds: float, *, trained: bool) -> str:
         """The last words of a run."""
         rewards = [step.reward for step in self.steps if step.reward is not None]
         last = rewards[-min(SUMMARY_STEPS, len(rewards) // 2) :] if len(rewards) > 1 else rewards
         curve = f"{rewards[0]:.2f} -> {fmean(last):.2f}" if rewards else "none"
         curve += f" (mean of the last {len(last)})" if len(last) > 1 else ""
+        if rewards and not trained:
+            curve = f"{fmean(rewards):.2f} (nothing was trained)"
         failures = sum(step.failures for step in self.steps)
         failed = f", {failures} failed rollouts" if failures else ""
         files = "rollouts.jsonl" + (", reward.svg" if self.steps else "")

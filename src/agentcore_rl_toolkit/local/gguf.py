@@ -33,7 +33,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
 
 
 def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What ``tokenizer.json`` holds: byte-level BPE, digits one by one. Raises ``ValueError`` for other vocabularies."""
+    """What ``tokenizer.json`` holds: byte-level BPE, single digits. Raises ``ValueError`` for other vocabularies."""
     if metadata.get("tokenizer.ggml.pre") != "smollm":
         raise ValueError(f"a vocabulary of kind {metadata.get('tokenizer.ggml.pre')!r} is not known, only 'smollm'")
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]

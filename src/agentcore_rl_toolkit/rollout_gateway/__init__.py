@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from .sampling import TokenChunk as TokenChunk
     from .sampling import TurnRecord as TurnRecord
     from .sampling._http import Timeouts as Timeouts
+    from .sampling.llamacpp import LlamaCppBackend as LlamaCppBackend
     from .sampling.router import ReplicaRouter as ReplicaRouter
     from .sampling.sglang import SglangBackend as SglangBackend
+    from .sampling.tinker import TinkerBackend as TinkerBackend
     from .sampling.vllm import VllmBackend as VllmBackend
     from .server import ThreadedGatewayServer as ThreadedGatewayServer
     from .server import gateway_app as gateway_app
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "HfTemplateRenderer": ("render.hf", "tokenizers"),
+    "LlamaCppBackend": ("sampling.llamacpp", "aiohttp"),
     "ReplicaRouter": ("sampling.router", None),
     "RolloutGateway": ("gateway", "numpy"),
     "SamplingBackend": ("sampling", None),
@@ -32,6 +35,7 @@ _PUBLIC = {
     "SglangBackend": ("sampling.sglang", "aiohttp"),
     "Status": ("traces.record", "numpy"),
     "ThreadedGatewayServer": ("server", "aiohttp"),
+    "TinkerBackend": ("sampling.tinker", "aiohttp"),
     "Timeouts": ("sampling._http", "aiohttp"),
     "TokenChunk": ("sampling", None),
     "TraceRecord": ("traces.record", "numpy"),

@@ -90,6 +90,8 @@ class ThreadedGatewayServer:
             return
         if self._runner is not None:
             asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        if close := getattr(self.gateway.backend, "aclose", None):  # its connections end with their loop
+            asyncio.run_coroutine_threadsafe(close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
