@@ -9,9 +9,9 @@ import inspect
 import logging
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .protocol import ROLLOUT_FIELD, ContractError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Did",
+    "LoopThread",
     "call_handler",
     "daemon",
     "describe",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,25 @@ def in_thread(work: Callable[[], Any]) -> asyncio.Future[Did]:
 def daemon(work: Callable[[], None], name: str) -> None:
     """Run ``work`` in a thread that no exit of the interpreter waits for."""
     threading.Thread(target=work, name=name, daemon=True).start()
+
+
+class LoopThread:
+    """An event loop in a daemon thread, which starts with the first use: a process may fork before that."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The value of ``work``, run on that loop with this task's context variables."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._get()))
+
+    def _get(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                daemon(self._loop.run_forever, self._name)
+            return self._loop
 
 
 def takes_context(func: Callable[..., Any]) -> bool:

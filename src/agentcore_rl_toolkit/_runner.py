@@ -126,6 +126,14 @@ class Run:
         return result, whole
 
 
+class Begun(NamedTuple):
+    """``answer``: to the request. ``run``: the rollout, if it has not ended. ``direct``: it was none."""
+
+    answer: Any
+    run: Run | None = None
+    direct: bool = False
+
+
 class RolloutRunner:
     """Runs rollouts in the background and writes each outcome once."""
 
@@ -143,10 +151,10 @@ class RolloutRunner:
 
     async def handle(self, calls: Calls, payload: Any, context: RequestContext) -> Any:
         """The answer to one request: at once for a rollout, the value of the direct call for any other payload."""
-        return (await self.begin(calls, payload, context))[0]
+        return (await self.begin(calls, payload, context)).answer
 
-    async def begin(self, calls: Calls, payload: Any, context: RequestContext) -> tuple[Any, Run | None]:
-        """The answer, and the rollout if it has one that has not ended."""
+    async def begin(self, calls: Calls, payload: Any, context: RequestContext) -> Begun:
+        """:meth:`handle`, for one who wants to see the end of a rollout too."""
         session_id = context.session_id or str(uuid.uuid4())
         try:
             config = RolloutConfig.from_payload(payload) if isinstance(payload, Mapping) else None
@@ -156,7 +164,7 @@ class RolloutRunner:
         except ContractError as error:
             return self._reject(payload, context, session_id, str(error))
         if config is None:
-            return _unwrap(await calls.direct(payload, context), payload, context), None
+            return Begun(_unwrap(await calls.direct(payload, context), payload, context), direct=True)
         answer = {"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key}
         run = self._new(config, key, payload, context)
         # An invoke is retried by SDKs, proxies and trainers: the agent still runs once.
@@ -164,7 +172,7 @@ class RolloutRunner:
             self._remember(run.address)
             self._begin(run)
             run.task = asyncio.create_task(self._run(run, calls.rollout, context))
-        return answer, self._runs.get(run.address)
+        return Begun(answer, self._runs.get(run.address))
 
     def cancel(self, run: Run) -> None:
         """End a rollout with a ``cancelled`` result, unless it has ended. From any thread.
@@ -223,9 +231,7 @@ class RolloutRunner:
             _notify(run.config.notify_url, run.config.s3_bucket, run.key, run.secrets.everything)
         return result
 
-    def _reject(
-        self, payload: Mapping[str, Any], context: RequestContext, session_id: str, reason: str
-    ) -> tuple[dict[str, Any], Run | None]:
+    def _reject(self, payload: Mapping[str, Any], context: RequestContext, session_id: str, reason: str) -> Begun:
         """The answer to a payload that breaks the contract, and the rollout whose only act is to write that down.
 
         The HTTP status is 200, because AgentCore turns any other into a 424, which reads as a cold start.
@@ -242,12 +248,12 @@ class RolloutRunner:
             assert config is not None
             run = self._new(config, config.result_key(session_id), payload, context)
         except (ContractError, KeyError, TypeError, AttributeError):
-            return answer, None  # nowhere to write to
+            return Begun(answer)  # nowhere to write to
         if run.address not in self._runs and run.claim():
             self._begin(run)
             make = functools.partial(run.error, reason, outcome=Outcome.REJECTED)
             daemon(functools.partial(self._settle, run, make), "agentcore-rl-result")
-        return {**answer, "s3_bucket": config.s3_bucket, "result_key": run.key}, self._runs.get(run.address)
+        return Begun({**answer, "s3_bucket": config.s3_bucket, "result_key": run.key})
 
     def _remember(self, address: str) -> None:
         self._known[address] = None

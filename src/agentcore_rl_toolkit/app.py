@@ -10,6 +10,7 @@ trained is the image that is deployed.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -19,8 +20,10 @@ from bedrock_agentcore.runtime import BedrockAgentCoreApp, PingStatus
 
 from ._handler import call_handler, payload_validator, takes_context, takes_named_context
 from ._runner import Call, Calls, RolloutRunner
+from .errors import SetupError, require
 
 if TYPE_CHECKING:
+    from a2a.types import AgentCard
     from bedrock_agentcore.runtime import RequestContext
     from pydantic import BaseModel
     from starlette.middleware import Middleware
@@ -50,6 +53,8 @@ class AgentCoreRLApp(BedrockAgentCoreApp):
         self._rollouts = RolloutRunner(self, store_payload=store_payload, max_result_bytes=max_result_bytes)
         self._direct_call: Call | None = None
         self._serve: Callable[[Any, RequestContext], Any] | None = None
+        self._calls: Callable[[], Calls] | None = None
+        self._about = ("", "")
         super().__init__(debug=debug, lifespan=self._with_shutdown(lifespan), middleware=middleware)
 
     @overload
@@ -88,6 +93,8 @@ class AgentCoreRLApp(BedrockAgentCoreApp):
             return await self._rollouts.handle(calls(), payload, context)
 
         self._calls, self._serve = calls, serve
+        name = getattr(func, "__name__", type(func).__name__)
+        self._about = (name, inspect.getdoc(func) or f"The agent {name}")
         super().entrypoint(serve)
         return func
 
@@ -112,7 +119,35 @@ class AgentCoreRLApp(BedrockAgentCoreApp):
         """
         # Requests in flight may not delay the writing of the "aborted" results for long.
         kwargs.setdefault("timeout_graceful_shutdown", 3)
-        super().run(port=_port() if port is None else port, host=host, **kwargs)
+        super().run(port=_port(8080) if port is None else port, host=host, **kwargs)
+
+    def run_a2a(
+        self, port: int | None = None, host: str | None = None, *, agent_card: AgentCard | None = None, **kwargs: Any
+    ) -> None:
+        """Serve the same entrypoint over A2A, until stopped; needs the extra ``[a2a-server]``.
+
+        ``port``: default is ``AGENTCORE_RL_PORT``, else 9000, which AgentCore asks of A2A agents. ``agent_card``:
+        default is a card with the name and the docstring of the entrypoint. The rest is as in :meth:`run`, whose
+        routes are served too.
+
+        Raises ``SetupError`` without an entrypoint.
+        """
+        if port is None:
+            port = _port(9000)
+        self._mount_a2a(agent_card, f"http://localhost:{port}/")
+        self.run(port, host, **kwargs)
+
+    def _mount_a2a(self, agent_card: AgentCard | None, url: str) -> None:
+        require("a2a.server", "a2a-server")
+        from bedrock_agentcore.runtime import build_a2a_app
+
+        from ._a2a import RolloutExecutor
+
+        if self._calls is None:
+            raise SetupError("run_a2a() serves the function decorated with @app.rollout_entrypoint: there is none")
+        executor = RolloutExecutor(self._rollouts, self._calls, *self._about)
+        # Last in the list of routes: what is not /ping, /invocations or /ws.
+        self.mount("/", build_a2a_app(executor, agent_card, runtime_url=url))
 
     def _with_shutdown(
         self, users: Callable[[Any], AbstractAsyncContextManager[Any]] | None
@@ -131,8 +166,8 @@ class AgentCoreRLApp(BedrockAgentCoreApp):
         return lifespan
 
 
-def _port() -> int:
-    text = os.environ.get("AGENTCORE_RL_PORT") or "8080"
+def _port(default: int) -> int:
+    text = os.environ.get("AGENTCORE_RL_PORT") or str(default)
     try:
         return int(text)
     except ValueError:
