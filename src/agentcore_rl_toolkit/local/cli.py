@@ -32,6 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--start", choices=["fork", "process"], help="how sessions start (default: fork for 'python file.py')"
     )
+    parser.add_argument(
+        "--protocol", choices=["HTTP", "A2A"], default="HTTP", help="what the agent serves (default: HTTP)"
+    )
     parser.add_argument("--idle-timeout", type=float, default=900.0, metavar="SECONDS", help="default: 900")
     parser.add_argument("--max-lifetime", type=float, default=28_800.0, metavar="SECONDS", help="default: 28800")
     parser.add_argument("--stop-grace", type=float, default=15.0, metavar="SECONDS", help="default: 15")
@@ -58,6 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
         bucket=arguments.bucket,
         env=_variables(arguments.env),
         start=arguments.start,
+        protocol=arguments.protocol,
         lifecycle=lifecycle,
     )
     with local:

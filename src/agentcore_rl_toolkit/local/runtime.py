@@ -18,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
@@ -36,6 +37,7 @@ _HOST = "127.0.0.1"
 _T = TypeVar("_T")
 
 StartMethod = Literal["fork", "process"]
+Protocol = Literal["HTTP", "A2A"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class LocalAgentCore:
     the start. ``env``: more environment variables for agents; they win over ``environment()``. ``start``:
     ``"fork"`` starts sessions from a process that has imported what the script imports (a tenth of a second
     instead of seconds), only for ``python file.py``; ``"process"`` starts each anew; None forks where it can.
+    ``protocol``: ``"A2A"`` for an agent that serves A2A (payloads are JSON-RPC, and there is an agent card).
     ``quotas``: by default those of the service, ``lifecycle`` likewise.
 
     Raises ``SetupError`` if the command can't be started or a port is taken.
@@ -86,11 +89,15 @@ class LocalAgentCore:
         bucket: str = "local",
         env: Mapping[str, str] | None = None,
         start: StartMethod | None = None,
+        protocol: Protocol = "HTTP",
         quotas: Quotas | None = None,
         lifecycle: Lifecycle | None = None,
     ) -> None:
         if start not in (None, "fork", "process"):
             raise SetupError(f"start={start!r}: 'fork', 'process' or None is required")
+        if protocol not in ("HTTP", "A2A"):
+            raise SetupError(f"protocol={protocol!r}: 'HTTP' or 'A2A' is required")
+        self._definition = {"protocolConfiguration": {"serverProtocol": protocol}}
         self._command, self._cwd = agent, Path(cwd or ".").resolve()
         self._keep_data = data_dir is not None
         self._data_dir = Path(data_dir).resolve() if data_dir is not None else None
@@ -163,7 +170,7 @@ class LocalAgentCore:
             self._ports["s3"] = await self._listen(stack, s3, self._ports["s3"])
             stack.push_async_callback(self._end_sessions)
             if self._command is not None:
-                await self._register(None, self._command)
+                await self._register(None, self._command, definition=self._definition)
             started.set_result(None)
             await self._stop.wait()
 
@@ -192,7 +199,7 @@ class LocalAgentCore:
     ) -> str:  # fmt: skip
         """Register one more agent and return its ARN. ``name``: letters, digits and ``_``, at most 48."""
         directory = Path(cwd).resolve() if cwd is not None else None
-        return self._call(self._register(name, agent, directory, env)).arn
+        return self._call(self._register(name, agent, directory, env, definition=self._definition)).arn
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         if self._loop is None or not self._loop.is_running():
@@ -232,6 +239,7 @@ class LocalAgentCore:
         # The same in every run, so that a script may hold the ARN.
         identity = f"{name}-{sha256(name.encode()).hexdigest()[:10]}"
         arn = f"arn:aws:bedrock-agentcore:{REGION}:{ACCOUNT}:runtime/{identity}"
+        complete["AGENTCORE_RUNTIME_URL"] = f"{self.endpoint_url}/runtimes/{quote(arn, safe='')}/invocations/"
         assert self._data_dir is not None
         sessions_dir = self._data_dir / "sessions"
         supervisor = Supervisor(

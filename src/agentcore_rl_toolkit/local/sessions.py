@@ -62,6 +62,12 @@ class Agent:
     """The request of CreateAgentRuntime, empty for agents registered in Python."""
     sessions: dict[str, Session] = field(default_factory=dict)
 
+    @property
+    def path(self) -> str:
+        """Where the container takes payloads: its protocol says."""
+        protocol = self.definition.get("protocolConfiguration") or {}
+        return "/" if protocol.get("serverProtocol") == "A2A" else "/invocations"
+
     def __post_init__(self) -> None:
         self.rates = {name: RateLimit(self.quotas.tps, 1.0) for name in ("invoke", "command", "stop")}
         self.new_sessions = RateLimit(self.quotas.new_sessions_per_minute, 60.0)
@@ -95,7 +101,7 @@ class Session:
         self.log, self.work = self.directory / "agent.log", self.directory / "work"
         self.state = State.STARTING
         self.url = f"http://127.0.0.1:{port}"
-        self.env = {"PORT": str(port), "AGENTCORE_RL_PORT": str(port)}
+        self.env = {"PORT": str(port), "AGENTCORE_RL_PORT": str(port), "A2A_PORT": str(port)}
         self.pid: int | None = None
         self.end_reason = ""
         loop = asyncio.get_running_loop()

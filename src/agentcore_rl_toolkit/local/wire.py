@@ -1,4 +1,4 @@
-"""The data plane of AgentCore Runtime over HTTP: invoke, stop, command. See :mod:`.control` for the rest."""
+"""The data plane of AgentCore Runtime over HTTP: invoke, agent card, stop, command; :mod:`.control` is the other one."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ _TO_CLIENT = {
     "mcp-session-id", "mcp-protocol-version", "x-amzn-trace-id", "traceparent", "tracestate", "baggage",
 }  # fmt: skip
 _MAX_COMMAND = 65_536
+_CARD = "/.well-known/agent-card.json"
 
 
 @web.middleware
@@ -78,6 +79,7 @@ class DataPlane:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.post("/runtimes/{arn}/invocations", self.invoke),
+            web.get(f"/runtimes/{{arn}}/invocations{_CARD}", self.agent_card),
             web.post("/runtimes/{arn}/stopruntimesession", self.stop),
             web.post("/runtimes/{arn}/commands", self.command),
         ]
@@ -99,9 +101,15 @@ class DataPlane:
         payload = await _read(request, MAX_PAYLOAD_BYTES, "payload")
         session = await self._sessions.get(agent, session_id)
         with session.activity():
-            return await self._forward(request, session, payload)
+            return await self._forward(request, session, agent.path, payload)
 
-    async def _forward(self, request: web.Request, session: Session, payload: bytes) -> web.StreamResponse:
+    async def agent_card(self, request: web.Request) -> web.StreamResponse:
+        agent, session_id = self._agent(request), _session_id(request) or str(uuid.uuid4())
+        session = await self._sessions.get(agent, session_id)
+        with session.activity():
+            return await self._forward(request, session, _CARD, b"")
+
+    async def _forward(self, request: web.Request, session: Session, path: str, payload: bytes) -> web.StreamResponse:
         headers = {k: v for k, v in request.headers.items() if k.lower() in _TO_AGENT or k.lower().startswith(_CUSTOM)}
         headers[SESSION_HEADER] = session.id
         headers["X-Amzn-Bedrock-AgentCore-Runtime-Request-Id"] = str(uuid.uuid4())
@@ -109,7 +117,7 @@ class DataPlane:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 body = io.BytesIO(payload)  # which aiohttp sends in parts
-                call = self._sessions.http.post(f"{session.url}/invocations", data=body, headers=headers)
+                call = self._sessions.http.request(request.method, session.url + path, data=body, headers=headers)
                 async with asyncio.timeout(session.agent.lifecycle.request_timeout):
                     upstream = await stack.enter_async_context(call)
                     if not 200 <= upstream.status < 300:
