@@ -1,4 +1,4 @@
-"""The data plane of AgentCore Runtime over HTTP: invoke, agent card, stop, command; :mod:`.control` is the other one."""
+"""The data plane of AgentCore Runtime over HTTP: invoke, card, stop, command. See :mod:`.control` for the rest."""
 
 from __future__ import annotations
 
