@@ -10,11 +10,12 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .._arn import parse_arn
 from ..errors import ContractError, InvocationError, RolloutRejected, RolloutTimeout, SetupError
 from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps, result_key
+from ._a2a import A2ARuntime, parse_card
 from ._batch import BatchResult, BatchSettings, Priority
 from ._future import RolloutFuture
 from ._http import Runtime, Storage
@@ -26,8 +27,12 @@ from ._sessions import Sessions, Start, pause
 from ._sweep import Pace, Sweeper, Watch
 from ._threads import Threads
 
+if TYPE_CHECKING:
+    from a2a.types import AgentCard
+
 __all__ = ["RolloutClient"]
 
+_TRANSPORTS = {"http": Runtime, "a2a": A2ARuntime}
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _READS = 32  # calls to S3 in flight
 _START_TIMEOUT = 900.0  # seconds, for a start without a limit of its own
@@ -48,6 +53,8 @@ class RolloutClient:
     ``notify_address``: ``http://host:port`` at which agents reach this process (port 0: a free one). It listens there,
     and agents tell it at once when a result is written; without it, and wherever a hint is lost, results are found by
     looking.
+    ``transport``: ``"a2a"`` for an agent that serves A2A (``app.run_a2a()``); everything else stays the same. It needs
+    the extra ``[a2a]``.
 
     Raises ``SetupError`` for a bad ARN, ``ContractError`` for an ``exp_id`` that can't be part of a key.
     """
@@ -65,6 +72,7 @@ class RolloutClient:
         *,
         new_sessions_per_minute: float | None = 400,
         notify_address: str | None = None,
+        transport: Literal["http", "a2a"] = "http",
         **extra_config: Any,
     ) -> None:
         arn = parse_arn(agent_runtime_arn)
@@ -75,7 +83,9 @@ class RolloutClient:
         if max_pool_connections < 1:
             raise SetupError(f"max_pool_connections must be at least 1, it is {max_pool_connections!r}")
         self._rates = Rates(tps_limit, new_sessions_per_minute)
-        self._runtime = Runtime(arn, max_pool_connections)
+        if transport not in _TRANSPORTS:
+            raise SetupError(f"transport={transport!r}: one of {', '.join(map(repr, _TRANSPORTS))} is required")
+        self._runtime = _TRANSPORTS[transport](arn, max_pool_connections)
         self._limiter = shared_limiter(self._runtime.endpoint, arn.text)
         self._limiter.join(self._rates)
         self._sessions = Sessions(self._runtime, self._limiter, max_retry_attempts, max_pool_connections)
@@ -165,6 +175,17 @@ class RolloutClient:
     run_batch_async = run_batch
     """The same: its result takes ``async for`` as well."""
 
+    def agent_card(self) -> AgentCard:
+        """What the agent says of itself; only with ``transport="a2a"``. A session is started for it, and stopped.
+
+        Raises ``InvocationError`` if the session can't be started, ``SetupError`` if none can or over ``"http"``.
+        """
+        return run_sync(self._agent_card())
+
+    async def agent_card_async(self) -> AgentCard:
+        """:meth:`agent_card` for async code."""
+        return await run_async(self._agent_card())
+
     def close(self) -> None:
         """Close connections. Sessions that run go on, but the futures of this client get no result any more."""
         soon(self._close)
@@ -220,6 +241,17 @@ class RolloutClient:
             s3_bucket=bucket,
             started=start.sent or time.monotonic(),
         )
+
+    async def _agent_card(self) -> AgentCard:
+        if not isinstance(self._runtime, A2ARuntime):
+            raise SetupError('only A2A agents have a card: RolloutClient(…, transport="a2a")')
+        session_id = str(uuid.uuid4())
+        try:
+            answer = await self._sessions.start(Start(session_id, b"", _never, _nothing), self._runtime.read_card)
+        finally:
+            await self._sessions.stop(session_id)
+        assert answer is not None
+        return parse_card(answer)
 
     async def _accepted(self, start: Start, bucket: str, key: str) -> tuple[str, str]:
         """Start the session; where its result will be."""
@@ -296,6 +328,14 @@ def _order(
     payload: Mapping[str, Any], session_id: str | None, input_id: str | None, config: Mapping[str, Any]
 ) -> Order:
     return Order(payload, session_id or str(uuid.uuid4()), input_id or str(uuid.uuid4()), config)
+
+
+async def _never() -> bool:
+    return False
+
+
+def _nothing() -> None:
+    pass
 
 
 def _not_started(start: Start, allowed: float) -> RolloutTimeout:

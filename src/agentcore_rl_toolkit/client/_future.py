@@ -124,7 +124,10 @@ class RolloutFuture:
         return self._result.result()
 
     async def _cancel(self) -> bool:
+        runs = not self._result.done()
         settle(self._result, self._was_cancelled())
+        if runs:
+            await self._sessions.cancel(self.session_id)
         stopped = await self._stop()
         self._sessions.report_unstopped()
         return stopped

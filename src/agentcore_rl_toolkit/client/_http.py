@@ -119,10 +119,23 @@ class Runtime:
         """StopRuntimeSession."""
         self._post("stopruntimesession", session_id, b"{}")
 
+    cancels = False
+    """Whether the agent can be asked to end before its session is stopped; only A2A has a word for that."""
+
+    def cancel(self, session_id: str) -> None:
+        """Ask the agent to end."""
+        raise NotImplementedError
+
+    def _get(self, what: str, session_id: str) -> bytes:
+        return self._send("GET", what, {SESSION_HEADER: session_id}, b"")
+
     def _post(self, what: str, session_id: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
         headers = {SESSION_HEADER: session_id, "Content-Type": "application/json", **(headers or {})}
+        return self._send("POST", what, headers, body)
+
+    def _send(self, method: str, what: str, headers: Mapping[str, str], body: bytes) -> bytes:
         url = f"{self._url}/{what}"
-        answer = self._http.send(SigV4Auth, "bedrock-agentcore", self._region, "POST", url, headers, body)
+        answer = self._http.send(SigV4Auth, "bedrock-agentcore", self._region, method, url, headers, body)
         if 200 <= answer.status < 300:
             return answer.body
         raise _json_error(answer)

@@ -23,10 +23,13 @@ __all__ = ["Sessions", "Start", "pause"]
 logger = logging.getLogger("agentcore_rl_toolkit.client")
 
 T = TypeVar("T")
+Call = Callable[[str, bytes], bytes]
+"""A request to a session, with a body; the body of the answer."""
 
 # An invoke takes as long as the session's start. This many may be on their way; AWS lets 400 sessions a minute start.
 _INVOKES, _STOPS = 256, 64
 _STOP_TRIES = 8
+_CANCEL_SECONDS = 15.0
 _LAST_WORD = 10.0  # seconds for an invoke that can't be called back
 
 _NOT_NOW = frozenset({Fault.THROTTLED, Fault.NO_CAPACITY, Fault.IN_TRANSITION})
@@ -83,18 +86,20 @@ class Sessions:
 
     # -- the beginning of a session ------------------------------------------------------------------------
 
-    async def start(self, start: Start) -> bytes | None:
+    async def start(self, start: Start, call: Call | None = None) -> bytes | None:
         """InvokeAgentRuntime until it is accepted: the body of the answer; None if there is a result already.
+
+        ``call``: another request that starts a session.
 
         Raises ``SetupError`` or ``InvocationError``. When it raises, or is cancelled, no session is left.
         """
         try:
-            return await self._start(start)
+            return await self._start(start, call or self._runtime.invoke)
         except BaseException:
             await to_the_end(asyncio.ensure_future(self._abandon(start)))
             raise
 
-    async def _start(self, start: Start) -> bytes | None:
+    async def _start(self, start: Start, send: Call) -> bytes | None:
         failures = delays = 0
         while True:
             await self._limiter.turn(new_session=not start.may_run, priority=FIRST if start.may_run else start.priority)
@@ -102,7 +107,7 @@ class Sessions:
                 start.sent = time.monotonic()
                 start.on_sent()
             start.invokes += 1
-            call = functools.partial(self._runtime.invoke, start.session_id, start.body)
+            call = functools.partial(send, start.session_id, start.body)
             start.in_flight = self._invokes.submit(call)
             try:
                 answer = await asyncio.wrap_future(start.in_flight)
@@ -158,6 +163,17 @@ class Sessions:
         )
 
     # -- the end of a session ------------------------------------------------------------------------------
+
+    async def cancel(self, session_id: str) -> None:
+        """Ask the agent to end, where its protocol has a word for that, before the session is stopped. Never raises."""
+        if not self._runtime.cancels:
+            return
+        await self._limiter.turn(new_session=False, priority=FIRST)
+        try:
+            async with asyncio.timeout(_CANCEL_SECONDS):
+                await self._stops.run(functools.partial(self._runtime.cancel, session_id))
+        except Exception as error:  # noqa: BLE001 - the stop that follows ends it anyway
+            logger.info("the agent of session %s was not cancelled: %s", session_id, error)
 
     async def stop(self, session_id: str) -> bool:
         """End a session, and say whether it has ended. Never raises: an unstopped session ends by its own limits.
