@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tests.gateway.support import TINY, encode
 from tokenizers import Tokenizer
 
+import agentcore_rl_toolkit.local
 from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer
 
 PROMPT = "What is 6 * 7? And that plus 8, and that minus 2?"
@@ -21,6 +22,7 @@ ANSWER = "50 and 40"
 RESULTS_FILE = "results.txt"
 """Where shell commands leave what they print, too."""
 
+TINY = Path(agentcore_rl_toolkit.local.__file__).parent / "data" / "tiny"
 TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
 _ANSWER = '"<|im_start|>assistant\\n" + content }}'
 _THOUGHT = """"<|im_start|>assistant\\n" }}
@@ -42,12 +44,14 @@ class Manner:
     """How a harness lets its model act.
 
     ``acts``: text that evaluates each of the given expressions. ``answers``: text that ends the task with an answer.
-    ``results``: the results so far, in the text after the question.
+    ``results``: the results so far, in the text after the question. ``leads``: what to say in another conversation than
+    the one that has the question, None in that one.
     """
 
     acts: Callable[[Sequence[str]], str]
     answers: Callable[[str], str] = str
     results: Callable[[str], list[str]] = field(default=lambda text: _tool_results(text))
+    leads: Callable[[str], str | None] = lambda text: None
 
 
 @dataclass
@@ -60,17 +64,20 @@ class Player:
     def __call__(self, prompt_ids: list[int]) -> list[int]:
         text = TOKENIZER.decode(prompt_ids, skip_special_tokens=False)
         results = self.manner.results(text.rpartition(PROMPT)[2])
+        said = self.manner.leads(text) or self._next(results)
+        answer = f"<think>\nWhat I have: {results}\n</think>\n\n{said}<|im_end|>"
+        self.sampled.append(TOKENIZER.encode(answer, add_special_tokens=False).ids)
+        return self.sampled[-1]
+
+    def _next(self, results: list[str]) -> str:
         match results:
             case []:
-                said = "Let me see… ✓ 數\n" + self.manner.acts(["6 * 7"])
+                return "Let me see… ✓ 數\n" + self.manner.acts(["6 * 7"])
             case [product]:
-                said = self.manner.acts([f"{product} + 8", f"{product} - 2"])
+                return self.manner.acts([f"{product} + 8", f"{product} - 2"])
             case [_, more, less]:
-                said = self.manner.answers(f"{more} and {less}")
-            case _:
-                said = self.manner.answers(f"I did not expect these results: {results}")
-        self.sampled.append(encode(f"<think>\nWhat I have: {results}\n</think>\n\n{said}<|im_end|>"))
-        return self.sampled[-1]
+                return self.manner.answers(f"{more} and {less}")
+        return self.manner.answers(f"I did not expect these results: {results}")
 
 
 def call(name: str, **arguments: str) -> str:
@@ -105,7 +112,14 @@ def _code(expressions: Sequence[str]) -> str:
     return "<code>\n" + "\n".join(f'print(calculator("{e}"))' for e in expressions) + "\n</code>"
 
 
+def _leads(text: str) -> str | None:
+    if "Ask the calculating agent." not in text:
+        return None
+    return ANSWER if f"<tool_response>\n{ANSWER}\n" in text else call("calculating", input=PROMPT)
+
+
 FUNCTIONS = Manner(_calculations)
+DELEGATED = Manner(_calculations, leads=_leads)
 CLAUDE_CODE = Manner(_shell("Bash", "command", description="Calculate"))
 CODEX = Manner(_shell("exec_command", "cmd"))
 MINI_SWE_AGENT = Manner(

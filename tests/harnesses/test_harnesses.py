@@ -78,6 +78,8 @@ def cases() -> Iterator[Case]:
     yield Case("openai-agents", "openai_agents", "responses-stream", "responses", stream=True)
     yield Case("openai-agents", "openai_agents", "chat", "chat")
     yield Case("openai-agents", "openai_agents", "chat-stream", "chat", stream=True, key="url")
+    why = "an agent that is another's tool is a conversation of its own"
+    yield Case("openai-agents", "openai_agents", "chat-delegated", "chat", manner=model.DELEGATED, rows=2, why=why)
     for wire in WIRES:
         yield Case("strands-agents", "strands_agents", wire, wire, stream=True)
     for harness, driver in (("langgraph", "langchain_graph"), ("pydantic-ai", "pydantic_agent")):
@@ -95,8 +97,12 @@ def cases() -> Iterator[Case]:
         yield replace(smol, mode=f"{how}-stream", stream=True, deltas=False)
     for wire in ("chat", "responses"):
         yield Case("mini-swe-agent", "mini_swe_agent", wire, wire, manner=model.MINI_SWE_AGENT, tool=False)
-    yield Case("claude-code", "claude_code", "print", "anthropic", True, manner=model.CLAUDE_CODE, tool=False)
-    yield Case("codex", "codex", "exec", "responses", True, deltas=False, manner=model.CODEX, tool=False)
+    claude_code = Case("claude-code", "claude_code", "print", "anthropic", True, manner=model.CLAUDE_CODE, tool=False)
+    codex = Case("codex", "codex", "exec", "responses", True, deltas=False, manner=model.CODEX, tool=False)
+    yield claude_code
+    yield replace(claude_code, mode="continue")
+    yield codex
+    yield replace(codex, mode="resume")
 
 
 @pytest.fixture(scope="session")

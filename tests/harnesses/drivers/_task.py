@@ -12,6 +12,7 @@ MODE = sys.argv[1]
 URL, KEY, MODEL = (os.environ[f"HARNESS_{name}"] for name in ("URL", "KEY", "MODEL"))
 SYSTEM = "You are careful. Use the calculator."
 PROMPT = "What is 6 * 7? And that plus 8, and that minus 2?"
+AGAIN = "Please say that once more."
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 FUNCTION = {"name": "calculator", "description": "Evaluate an arithmetic expression.", "parameters": SCHEMA}
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 
-from _task import KEY, MODEL, PROMPT, URL, run
+from _task import AGAIN, KEY, MODEL, PROMPT, URL, run
 
 SETTINGS = {
     "ANTHROPIC_BASE_URL": URL,
@@ -15,9 +15,9 @@ SETTINGS = {
 }
 
 
-def talk():
-    command = ["claude", "-p", PROMPT, "--model", MODEL, "--allowedTools=Bash", "--output-format", "stream-json"]
-    command += ["--verbose", "--include-partial-messages"]
+def talk(prompt, *options):
+    command = ["claude", "-p", prompt, *options, "--model", MODEL, "--allowedTools=Bash"]
+    command += ["--output-format", "stream-json", "--verbose", "--include-partial-messages"]
     done = subprocess.run(
         command, env={**os.environ, **SETTINGS}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
     )
@@ -26,4 +26,10 @@ def talk():
     return events[-1]["result"], deltas
 
 
-run({"print": talk})
+def resumed():
+    _, before = talk(PROMPT)
+    answer, deltas = talk(AGAIN, "--continue")
+    return answer, before + deltas
+
+
+run({"print": lambda: talk(PROMPT), "continue": resumed})

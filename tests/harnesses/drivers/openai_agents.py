@@ -21,4 +21,11 @@ async def stream():
     return result.final_output, deltas
 
 
-run({"responses": whole, "responses-stream": stream, "chat": whole, "chat-stream": stream})
+async def delegated():
+    """The calculating agent as the tool of another: two conversations in one session."""
+    tool = agent.as_tool("calculating", "Calculates.")
+    manager = Agent(name="manager", instructions="Delegate.", tools=[tool], model=model)
+    return (await Runner.run(manager, "Ask the calculating agent.")).final_output
+
+
+run({"responses": whole, "responses-stream": stream, "chat": whole, "chat-stream": stream, "chat-delegated": delegated})
