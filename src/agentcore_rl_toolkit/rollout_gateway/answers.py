@@ -114,19 +114,19 @@ class Answers:
         turn.params = params
         if prompt.request.n > 1:
             turn.choice = choice
-        self._keep(session, prompt, turn)
+        self._keep(session, prompt, turn, output.ids)
         if on_deltas and deltas:
             await on_deltas(deltas, choice)
         return turn
 
-    def _keep(self, session: Session, prompt: Prompt, turn: Turn) -> None:
+    def _keep(self, session: Session, prompt: Prompt, turn: Turn, output_ids: list[int]) -> None:
         tree, request = session.tree, prompt.request
         if turn.parent is not None and turn.parent.params == turn.params:
             turn.params = turn.parent.params  # one dict for a whole conversation
-        tree.add(turn)
+        tree.add(turn, prompt.new_ids, output_ids)
         if prompt.place.parent is None and prompt.place.new:
             tree.note_root(prompt.place.new[0], request.tools)
-        session.sampled_tokens += len(turn.output_ids)
+        session.sampled_tokens += len(output_ids)
 
     def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
         request = prompt.request
@@ -210,9 +210,7 @@ def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _
     answer = assistant_message(message, call_ids)
     return Turn(
         parent=prompt.parent,
-        new_ids=array("i", prompt.new_ids),
-        output_ids=array("i", output.ids),
-        logprobs=array("d", output.logprobs),
+        logprobs=_compact(output.logprobs),
         finish_reason=output.finish_reason,
         message=message,
         call_ids=call_ids,
@@ -229,6 +227,12 @@ def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _
         tip_answer=answer,
         asked=(prompt.request.raw_messages, prompt.request.tools),
     )
+
+
+def _compact(logprobs: list[float]) -> array[float]:
+    """Engines compute in float32: mostly half the memory holds the very same numbers."""
+    single = array("f", logprobs)
+    return single if single.tolist() == logprobs else array("d", logprobs)
 
 
 def replay(turn: Turn) -> list[Delta]:

@@ -195,7 +195,7 @@ class _Exchange:
             call_ids=turn.call_ids,
             finish_reason=turn.finish_reason,
             stop_sequence=turn.stop_sequence,
-            completion_tokens=len(turn.output_ids),
+            completion_tokens=turn.sampled_tokens,
             tokens=self._tokens(turn) if self._request.logprobs else None,
             token_ids=turn.output_ids,
         )
@@ -204,7 +204,7 @@ class _Exchange:
         def text(token_id: int) -> str:
             return self._gateway.renderer.decode([token_id])
 
-        tops = turn.top_logprobs or [[]] * len(turn.output_ids)
+        tops = turn.top_logprobs or [[]] * turn.sampled_tokens
         return [
             TokenLogprob(text(token_id), logprob, [(text(i), p) for i, p in top])
             for token_id, logprob, top in zip(turn.output_ids, turn.logprobs, tops, strict=True)

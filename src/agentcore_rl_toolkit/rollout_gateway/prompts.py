@@ -75,7 +75,7 @@ class Prompts:
         parent = None if moved else place.parent
         fork = moved or fork_reason(tree, request, place.new, place.key, parent)
         # A list of its own: an engine may keep it.
-        ids = parent.tokens() + new_ids if parent else list(new_ids)
+        ids = [*parent.tokens(), *new_ids] if parent else list(new_ids)
         return Prompt(request, place, parent, new_ids, ids, fork, divergence)
 
     def _locate(self, tree: TokenTree, request: WireRequest) -> Place:
@@ -111,8 +111,7 @@ class Prompts:
 
     async def _given(self, tree: TokenTree, request: WireRequest, prompt: str | list[int]) -> Prompt:
         """A prompt that the client rendered itself."""
-        # Copies: a tip's list moves on when another request is answered.
-        tips = [(t, list(t.tokens())) for t in tree.tips() if t.rendered_by_client or not isinstance(prompt, str)]
+        tips = [(t, t.tokens()) for t in tree.tips() if t.rendered_by_client or not isinstance(prompt, str)]
         parent, new = await asyncio.to_thread(place_prompt, self._renderer, tips, prompt)
         ids = parent.tokens() + new if parent else new
         key = prompt_key(ids)

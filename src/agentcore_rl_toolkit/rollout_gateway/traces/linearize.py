@@ -17,14 +17,12 @@ Abandoned = Literal["mask", "train"]
 
 @dataclass(slots=True)
 class _Row:
-    """The columns of one row, numpy inside."""
+    """The columns of one row's response region."""
 
-    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    mask: list[npt.NDArray[np.int8]] = field(default_factory=list)
-    logprobs: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    versions: list[int | None] = field(default_factory=list)
+    mask: npt.NDArray[np.int8]
+    logprobs: npt.NDArray[np.float64]
+    versions: list[int | None] | None
     turns: list[dict[str, Any]] = field(default_factory=list)
-    length: int = 0
 
 
 def linearize(
@@ -86,22 +84,22 @@ def _abandoned(turns: Sequence[Turn], parents: set[int]) -> set[int]:
 
 
 def _row(path: Sequence[Turn], trained: set[int], left: set[int]) -> _Row:
-    row = _Row()
-    for position, turn in enumerate(path):
+    length = sum(turn.prompt_tokens + turn.sampled_tokens for turn in path) - path[0].prompt_tokens
+    versions: list[int | None] | None = [None] * length if any(turn.policy_versions for turn in path) else None
+    row = _Row(np.zeros(length, np.int8), np.zeros(length), versions)
+    end = -path[0].prompt_tokens  # the first prompt lies before the response region
+    for turn in path:
         assert turn.state is TurnState.DELIVERED
-        new, output = np.asarray(turn.new_ids, np.int32), np.asarray(turn.output_ids, np.int32)
+        start = end + turn.prompt_tokens
+        end = start + turn.sampled_tokens
         fresh = id(turn) not in trained and id(turn) not in left and not turn.masked
         trained.add(id(turn))
-        row.ids += [new, output]
-        context = 0 if position == 0 else len(new)  # the first prompt lies before the response region
-        row.mask += [np.zeros(context, np.int8), np.full(len(output), fresh, np.int8)]
-        logprobs = np.asarray(turn.logprobs, np.float64)
-        row.logprobs += [np.zeros(context), logprobs if fresh else np.zeros(len(output))]
-        row.versions += [None] * context
-        row.versions += turn.policy_versions or [None] * len(output)
-        start = row.length + context
-        row.length = start + len(output)
-        row.turns.append(_said_of(turn, [start, row.length], trained=fresh))
+        if fresh:
+            row.mask[start:end] = 1
+            row.logprobs[start:end] = turn.logprobs
+        if row.versions is not None and turn.policy_versions:
+            row.versions[start:end] = turn.policy_versions
+        row.turns.append(_said_of(turn, [start, end], trained=fresh))
     return row
 
 
@@ -131,15 +129,14 @@ def _record(
     decode: Callable[[Sequence[int]], str],
     turn_rewards: Sequence[float] | None,
 ) -> TraceRecord:
-    token_ids: list[int] = np.concatenate(row.ids).tolist()
-    path = leaf.path()
+    token_ids, path = leaf.tokens(), leaf.path()
     return TraceRecord(
         token_ids=token_ids,
-        loss_mask=np.concatenate(row.mask).tolist(),
-        logprobs=np.concatenate(row.logprobs).tolist(),
+        loss_mask=row.mask.tolist(),
+        logprobs=row.logprobs.tolist(),
         rollout_id=rollout_id,
         reward=reward,
-        response=decode(token_ids[len(token_ids) - row.length :]),
+        response=decode(token_ids[path[0].prompt_tokens :]),
         metadata={
             **metadata,
             "fork": next((t.fork for t in reversed(path) if t.fork), None),
@@ -150,5 +147,5 @@ def _record(
         },
         status=leaf.cut or (Status.TRUNCATED if leaf.finish_reason == "length" else Status.COMPLETED),
         turn_rewards=None if turn_rewards is None else [float(turn_rewards[t.order]) for t in path],
-        policy_versions=row.versions if any(v is not None for v in row.versions) else None,
+        policy_versions=row.versions,
     )

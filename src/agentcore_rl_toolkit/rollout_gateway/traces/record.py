@@ -74,8 +74,8 @@ class TraceRecord:
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}: it must be finite or None")
         mask, logprobs = np.asarray(self.loss_mask), np.asarray(self.logprobs, np.float64)
-        if n and not np.isin(mask, (0, 1)).all():
-            raise ValueError(f"loss_mask[{np.argmin(np.isin(mask, (0, 1)))}] is neither 0 nor 1")
+        if not (known := (mask == 0) | (mask == 1)).all():
+            raise ValueError(f"loss_mask[{np.argmin(known)}] is neither 0 nor 1")
         bad = ~np.isfinite(logprobs) | ((mask == 0) & (logprobs != 0.0)) if n else np.zeros(0, bool)
         if bad.any():
             i = int(np.argmax(bad))

@@ -1,7 +1,8 @@
 """The token tree of one session: what was sampled, on top of what, and what became of it.
 
 A node is one turn: the prompt tokens that were new since its parent, then the sampled tokens. The path from the
-root to a node, concatenated, is exactly what the engine saw and produced. Nothing is ever tokenized again.
+root to a node, concatenated, is exactly what the engine saw and produced. Nothing is ever tokenized again. Turns that
+follow each other without a branch are one line, whose tokens are held once, in one list.
 """
 
 from __future__ import annotations
@@ -34,11 +35,20 @@ class TurnState(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
+class Line:
+    """The tokens of turns that follow each other; ``parent``: the turn that the first of them follows."""
+
+    parent: Turn | None
+    ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Turn:
     """One node.
 
-    ``new_ids``: prompt tokens since the parent's last token (int32). ``output_ids`` / ``logprobs``: the sampled
-    tokens (int32) and their logprobs (float64). ``policy_versions``: one int or None per sampled token, or None.
+    ``new_ids``: prompt tokens since the parent's last token. ``output_ids`` / ``logprobs``: the sampled tokens and
+    their logprobs (float64, or float32 where that says the same). ``policy_versions``: one int or None per sampled
+    token, or None.
     ``depth``: messages up to and including the answer. ``key``: chain key of those messages, ``base_key`` of those
     before the answer. ``prompt_key``: chain key of the messages asked: siblings of one prompt share it (it differs from
     ``base_key`` where the client wrote the beginning of the answer, ``prefill`` characters of it).
@@ -49,8 +59,6 @@ class Turn:
     """
 
     parent: Turn | None
-    new_ids: array[int]
-    output_ids: array[int]
     logprobs: array[float]
     finish_reason: str
     message: ParsedMessage
@@ -76,12 +84,34 @@ class Turn:
     """Delivery order in the session, -1 while not delivered."""
     extended: bool = False
     """A later request built on this turn."""
-    held: list[int] | None = None
-    """All tokens up to the end of this turn; kept at the tips only, where the next turn needs them."""
     asked: tuple[Sequence[Any], list[Any]] | None = None
     """The messages and tools that were asked, as they came; kept at the tips only."""
     tip_answer: Message | None = None
     """What :attr:`answer` gives; kept at the tips only."""
+
+    _line: Line = field(default_factory=lambda: Line(None))
+    _start: int = 0
+    _sampled: int = 0
+    _end: int = 0
+    """Where in the line the turn starts, where its sampled tokens start, where it ends."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """``len(new_ids)``."""
+        return self._sampled - self._start
+
+    @property
+    def sampled_tokens(self) -> int:
+        """``len(output_ids)``."""
+        return self._end - self._sampled
+
+    @property
+    def new_ids(self) -> list[int]:
+        return self._line.ids[self._start : self._sampled]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self._line.ids[self._sampled : self._end]
 
     @property
     def answer(self) -> Message:
@@ -104,14 +134,25 @@ class Turn:
         return turns
 
     def tokens(self) -> list[int]:
-        """All tokens from the root to the end of this turn."""
-        if self.held is not None:
-            return self.held
-        ids: list[int] = []
-        for turn in self.path():
-            ids.extend(_shared(turn.new_ids))
-            ids.extend(_shared(turn.output_ids))
-        return ids
+        """All tokens from the root to the end of this turn, in a list of the caller's own."""
+        ids = self._line.ids[: self._end]
+        return ids if self._line.parent is None else self._line.parent.tokens() + ids
+
+    def lay(self, new_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        """Put the turn's tokens behind its parent's: into the same line, unless another turn is there already."""
+        parent = self.parent
+        goes_on = parent is not None and parent._end == len(parent._line.ids)
+        self._line = parent._line if parent is not None and goes_on else Line(parent)
+        ids = self._line.ids
+        self._start, self._sampled = len(ids), len(ids) + len(new_ids)
+        ids.extend(_shared(new_ids))
+        ids.extend(_shared(output_ids))
+        self._end = len(ids)
+
+    def lift(self) -> None:
+        """Take them away again, if nothing followed."""
+        if self._end == len(self._line.ids):
+            del self._line.ids[self._start :]
 
 
 class TokenTree:
@@ -179,17 +220,13 @@ class TokenTree:
         """The turns that answered this very prompt."""
         return [t for t in self.turns if t.prompt_key == prompt_key and t.parent is parent]
 
-    def add(self, turn: Turn) -> None:
-        """Keep a sampled turn (prepared). Its parent, if it was only prepared, is thereby delivered."""
-        held = []
+    def add(self, turn: Turn, new_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        """Keep a sampled turn (prepared) with its tokens. Its parent, if it was only prepared, is thereby delivered."""
         if turn.parent is not None:
             self.deliver(turn.parent)
             turn.parent.extended = True
-            held = turn.parent.tokens()  # at a tip its own list, which moves on to this turn
             self._forget(turn.parent)
-        held.extend(_shared(turn.new_ids))
-        held.extend(_shared(turn.output_ids))
-        turn.held = held
+        turn.lay(new_ids, output_ids)
         if len(self._tips) >= MAX_TIPS:
             self._forget(next(iter(self._tips)))
         if turn.asked and isinstance(turn.asked[0], RawMessages):
@@ -205,6 +242,7 @@ class TokenTree:
 
     def discard(self, turn: Turn) -> None:
         """Take back a turn that will never be delivered."""
+        turn.lift()
         self._tips.pop(turn, None)
         self.turns.remove(turn)
         self._by_key[turn.key].remove(turn)
@@ -212,8 +250,8 @@ class TokenTree:
             del self._by_key[turn.key]
 
     def _forget(self, turn: Turn) -> None:
-        """Drop what only a tip needs; a branch that comes back to it rebuilds the tokens from the path."""
-        turn.held = turn.asked = turn.tip_answer = None
+        """Drop what only a tip needs."""
+        turn.asked = turn.tip_answer = None
         self._tips.pop(turn, None)
 
     def deliver(self, turn: Turn) -> None:
@@ -232,7 +270,7 @@ _ROUNDING = 1e-3  # some engines round log(1) to a little above 0
 _INTS: list[int] = []
 
 
-def _shared(ids: array[int]) -> Iterable[int]:
+def _shared(ids: Sequence[int]) -> Iterable[int]:
     """The ids as int objects that all lists share: a held token costs a pointer, not an object of its own."""
     top = max(ids, default=0)
     if top >= len(_INTS):
