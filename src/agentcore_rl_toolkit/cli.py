@@ -18,6 +18,7 @@ _SUBCOMMANDS = ("local.cli", "local.demo", "evaluation.cli")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit code. A ``ToolkitError`` is one line on stderr, not a traceback."""
     _open_standard_streams()
+    _read_dotenv()
     parser = argparse.ArgumentParser(
         prog="agentcore-rl",
         description="Reinforcement learning for agents on Amazon Bedrock AgentCore Runtime.",
@@ -41,6 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _read_dotenv() -> None:
+    """Take from ``.env`` (``AGENTCORE_AGENT_ARN``, ``AGENTCORE_S3_BUCKET``, …) what the environment does not say."""
+    if not os.path.isfile(".env"):
+        return
+    try:
+        dotenv = import_module("dotenv")
+    except ModuleNotFoundError:
+        print("agentcore-rl: .env is not read: pip install 'agentcore-rl-toolkit[dotenv]'", file=sys.stderr)
+        return
+    dotenv.load_dotenv(".env")
 
 
 def _open_standard_streams() -> None:
