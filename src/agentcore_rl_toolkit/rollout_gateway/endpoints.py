@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from .answers import CallIdBook, OnDeltas
 from .body import read_body
 from .fastjson import dumps, loads
 from .gateway import RolloutGateway
+from .names import random_hex
 from .parsed import Delta
 from .sessions import Session
 from .traces import Turn
@@ -113,7 +113,7 @@ class _Exchange:
     ) -> None:
         self._gateway, self._wire, self._session = gateway, wire, session
         self._request, self._http = request, http
-        self._id, self._created = wire.id_prefix + secrets.token_hex(12), int(time.time())
+        self._id, self._created = wire.id_prefix + random_hex(24), int(time.time())
         self._retry = _is_retry(http)
         self._prompt_tokens = 0
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from ...errors import RenderError, SetupError
 from ..messages import Message, Tool
+from ..names import random_hex
 from ..parsed import OutputParser, ParserFactory
 from .base import Fork
 from .checkpoint import Checkpoint, load
@@ -162,7 +161,7 @@ class HfTemplateRenderer:
         if parsed_id:
             return parsed_id
         # Nine alphanumerics please every template that looks at ids; the client sees nothing odd in them.
-        return base64.b32encode(os.urandom(6)).decode()[:9]
+        return random_hex(9)
 
     # -- preparing messages for the template ---------------------------------------------------------------
 
