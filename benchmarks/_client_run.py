@@ -1,6 +1,6 @@
 """One batch by one client, under the interpreter whose package is measured; prints its figures as one line of JSON.
 
-Standard input: a JSON object with ``mode`` (sync, async), ``arn``, ``bucket``, ``payloads``, ``concurrent``. What is called
+Standard input: an object with ``mode`` (sync, async), ``arn``, ``bucket``, ``payloads``, ``concurrent``. What is called
 is the same in the published package and in this one, so one script measures both.
 """
 

@@ -8,6 +8,7 @@ line of JSON and serves until its standard input ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import tempfile
@@ -38,7 +39,7 @@ class StubRuntime:
         self.counts: Counter[str] = Counter()
         self.open: dict[str, float] = {}
         """Running sessions and when they were first invoked."""
-        self.most_open = 0
+        self.most_open = self.runs = 0
         self._agents: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, stack: AsyncExitStack) -> dict[str, str]:
@@ -54,11 +55,11 @@ class StubRuntime:
         )
         s3 = LocalS3(Path(folder), buckets=[BUCKET]).app()
         s3.middlewares.append(self._count)
-        self._s3_url = await _listen(stack, s3)
+        self._s3_url = await listen(stack, s3)
         self._http = await stack.enter_async_context(aiohttp.ClientSession(headers={"Authorization": "stub"}))
         stack.push_async_callback(self._end)
         return {
-            "AWS_ENDPOINT_URL_BEDROCK_AGENTCORE": await _listen(stack, runtime),
+            "AWS_ENDPOINT_URL_BEDROCK_AGENTCORE": await listen(stack, runtime),
             "AWS_ENDPOINT_URL_S3": self._s3_url,
             "AWS_ACCESS_KEY_ID": "local",
             "AWS_SECRET_ACCESS_KEY": "local",
@@ -82,6 +83,7 @@ class StubRuntime:
         await asyncio.sleep(self._invoke_seconds)
         key = config.result_key(session_id)
         if session_id not in self._agents:
+            self.runs += 1
             self._agents[session_id] = asyncio.create_task(self._agent(config, key, payload))
         return web.json_response({"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key})
 
@@ -93,8 +95,9 @@ class StubRuntime:
             put.raise_for_status()
         if config.notify_url:
             body = {"s3_bucket": config.s3_bucket, "result_key": key}
-            async with self._http.post(config.notify_url, json=body):
-                pass
+            with contextlib.suppress(aiohttp.ClientError):
+                async with self._http.post(config.notify_url, json=body):
+                    pass
 
     async def _stop(self, request: web.Request) -> web.Response:
         session_id = request.headers[SESSION_HEADER]
@@ -120,7 +123,7 @@ class StubRuntime:
         return answer
 
 
-async def _listen(stack: AsyncExitStack, app: web.Application) -> str:
+async def listen(stack: AsyncExitStack, app: web.Application) -> str:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)

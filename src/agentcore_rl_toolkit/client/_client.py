@@ -17,13 +17,14 @@ from ..errors import ContractError, InvocationError, RolloutRejected, RolloutTim
 from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps, result_key
 from ._a2a import A2ARuntime, parse_card
 from ._batch import BatchResult, BatchSettings, Priority
+from ._faults import Fault
 from ._future import RolloutFuture
 from ._http import Runtime, Storage
 from ._limits import Rates, shared_limiter
 from ._loop import run_async, run_sync, soon
 from ._notify import Listener
 from ._one import Order
-from ._sessions import Sessions, Start, pause
+from ._sessions import MOST_CALLS, Sessions, Start, pause
 from ._sweep import Pace, Sweeper, Watch
 from ._threads import Threads
 
@@ -85,7 +86,7 @@ class RolloutClient:
         self._rates = Rates(tps_limit, new_sessions_per_minute)
         if transport not in _TRANSPORTS:
             raise SetupError(f"transport={transport!r}: one of {', '.join(map(repr, _TRANSPORTS))} is required")
-        self._runtime = _TRANSPORTS[transport](arn, max_pool_connections)
+        self._runtime = _TRANSPORTS[transport](arn, MOST_CALLS + max_pool_connections)
         self._limiter = shared_limiter(self._runtime.endpoint, arn.text)
         self._limiter.join(self._rates)
         self._sessions = Sessions(self._runtime, self._limiter, max_retry_attempts, max_pool_connections)
@@ -270,6 +271,8 @@ class RolloutClient:
             for attempt in range(1, _FETCHES + 1):
                 if await sweeper.look(watch):
                     return watch.result.result()
+                if watch.fault is Fault.GONE:
+                    break
                 await asyncio.sleep(pause(attempt))
         finally:
             watch.result.cancel()

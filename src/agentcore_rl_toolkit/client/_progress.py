@@ -75,7 +75,7 @@ def _bar(total: int | None) -> tuple[Any, Any]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     )  # fmt: skip
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = Progress(*columns, console=Console(stderr=True))
     row = bar.add_task("rollouts", total=total)
     bar.start()
     return bar, row

@@ -18,7 +18,7 @@ from ._http import Runtime
 from ._limits import FIRST, Limiter
 from ._threads import Threads
 
-__all__ = ["Sessions", "Start", "pause"]
+__all__ = ["MOST_CALLS", "Sessions", "Start", "pause", "to_the_end"]
 
 logger = logging.getLogger("agentcore_rl_toolkit.client")
 
@@ -28,6 +28,7 @@ Call = Callable[[str, bytes], bytes]
 
 # An invoke takes as long as the session's start. This many may be on their way; AWS lets 400 sessions a minute start.
 _INVOKES, _STOPS = 256, 64
+MOST_CALLS = _INVOKES + _STOPS
 _STOP_TRIES = 8
 _CANCEL_SECONDS = 15.0
 _LAST_WORD = 10.0  # seconds for an invoke that can't be called back

@@ -56,7 +56,7 @@ class Pace:
 class Watch:
     """One pending result. ``asleep``: its session was not invoked yet, nobody need look for it.
 
-    ``seen``: when it was known to be there (``time.monotonic()``).
+    ``seen``: when it was known to be there (``time.monotonic()``). ``fault``: of the last look at it.
     """
 
     key: str
@@ -64,6 +64,7 @@ class Watch:
     result: asyncio.Future[dict[str, Any]]
     asleep: bool = True
     seen: float | None = None
+    fault: Fault | None = None
     alone: bool = False
     calls: int = 0
     called: float = 0.0
@@ -250,12 +251,12 @@ class Sweeper:
 
     def _corrupt(self, watch: Watch, error: ValueError) -> None:
         watch.corrupt += 1
-        watch.not_before = time.monotonic() + pause(watch.corrupt)
+        watch.not_before = time.monotonic() + pause(watch.corrupt, first=0.25)
         if watch.corrupt >= _CORRUPT:
             settle(watch.result, InvocationError(f"s3://{self._bucket}/{watch.key} is not a result: {error}"))
 
     def _missed(self, watch: Watch, error: Exception) -> None:
-        fault = fault_of(error)
+        fault = watch.fault = fault_of(error)
         if fault is Fault.GONE:
             self._strikes.clear()
             watch.failures = 0
@@ -265,7 +266,7 @@ class Sweeper:
                 self._warn_forbidden()
             return
         watch.failures += 1
-        watch.not_before = time.monotonic() + pause(watch.failures, longest=5.0)
+        watch.not_before = time.monotonic() + pause(watch.failures, first=0.25, longest=2.0)
         logger.info("could not look at s3://%s/%s: %s", self._bucket, watch.key, error)
         if fault is Fault.SETUP:
             self._strike(error)

@@ -1,0 +1,332 @@
+"""Every fault that AgentCore and S3 are known to show, made by a proxy in front of them, in the middle of a batch.
+
+A batch must end with one typed item for each payload and every finished result delivered, no session left open, and no
+later than the fault makes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+from conftest import World, answer, cut, garble, hang, is_key, is_kind, kind, lose_answer, reset
+
+from agentcore_rl_toolkit import BatchItem, Outcome
+from agentcore_rl_toolkit.errors import InvocationError, RolloutTimeout, SetupError
+
+SESSIONS = 40
+ONE = "-00000007-000/"
+"""In the key of one of them."""
+
+
+def run(world: World, payloads: list[Any] | None = None, **options: Any) -> tuple[dict[int, BatchItem], float]:
+    """The items by index, and how many seconds it took."""
+    payloads = payloads or [{"seconds": 0.2 + 0.01 * i} for i in range(SESSIONS)]
+    client = world.client(**options.pop("client", {}))
+    began = time.monotonic()
+    items = list(client.run_batch(payloads, len(payloads), **{"timeout": 20.0, **options}))
+    seconds = time.monotonic() - began
+    assert sorted(item.index for item in items) == list(range(len(payloads)))
+    assert world.stub.open == {}, "sessions are left open"
+    return {item.index: item for item in items}, seconds
+
+
+def failed(items: dict[int, BatchItem]) -> dict[int, Outcome]:
+    return {index: item.outcome for index, item in items.items() if not item.success}
+
+
+# -- reading results ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["get", "list"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        answer(403),
+        answer(403, error="ExpiredToken"),
+        answer(503, error="SlowDown"),
+        reset,
+        garble(10),
+        cut(10),
+    ],
+    ids=["403", "ExpiredToken", "SlowDown", "reset", "garbled", "cut"],
+)
+def test_one_bad_answer_of_s3_changes_nothing(world: World, what: str, fault: Any) -> None:
+    rule = world.s3.on(is_kind(what), fault, times=1)
+    items, seconds = run(world)
+    assert rule.used == 1
+    assert failed(items) == {}
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("fault", [answer(503, error="SlowDown"), reset], ids=["503", "reset"])
+def test_a_key_that_never_answers_costs_only_itself(world: World, fault: Any) -> None:
+    world.s3.on(is_key(ONE), fault)
+    items, seconds = run(world, timeout=3.0)
+    assert failed(items) == {7: Outcome.TIMED_OUT}
+    assert "no result after" in (items[7].error or "")
+    assert seconds < 3.0 + 5.5  # its time, and a last look at it
+
+
+def test_five_errors_on_one_key_delay_no_other(world: World) -> None:
+    rule = world.s3.on(is_key(ONE), answer(503, error="SlowDown"), times=5)
+    client = world.client()
+    began = time.monotonic()
+    arrived = {
+        item.index: time.monotonic() - began
+        for item in client.run_batch([{"seconds": 0.3}] * SESSIONS, SESSIONS, timeout=30.0)
+    }
+    assert rule.used == 5
+    assert len(arrived) == SESSIONS
+    assert max(arrived[i] for i in arrived if i != 7) < 3.0
+    assert arrived[7] < 10.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["get", "list"])
+def test_an_answer_that_hangs_is_not_waited_for(world: World, what: str) -> None:
+    world.s3.on(is_key(ONE) if what == "get" else is_kind("list"), hang(60.0), times=1)
+    items, seconds = run(world)
+    assert failed(items) == {}
+    assert seconds < 9.0  # it is asked again after 5 s
+
+
+@pytest.mark.parametrize("fault", [garble(10), answer(200, "[1]")], ids=["half", "list"])
+def test_an_object_that_stays_unreadable_is_a_failure_of_the_runtime(world: World, fault: Any) -> None:
+    world.s3.on(is_key(ONE), fault)
+    items, _ = run(world)
+    assert failed(items) == {7: Outcome.RUNTIME_FAILED}
+    assert "is not a result" in (items[7].error or "")
+
+
+def test_without_list_bucket_results_come_and_the_permission_is_named(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def forbid_missing(_: Any, forward: Any) -> Any:
+        real = await forward()
+        return real if real.status == 200 else await answer(403, error="AccessDenied")(None, forward)
+
+    world.s3.on(is_kind("list"), answer(403, error="AccessDenied"))
+    world.s3.on(is_kind("get"), forbid_missing)
+    items, seconds = run(world, [{"seconds": 2.0}] * SESSIONS)
+    assert failed(items) == {}
+    assert seconds < 7
+    [warning] = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "s3:ListBucket" in warning
+    assert len([1 for _, what, _ in world.s3.log if what == "list"]) == 3
+
+
+def test_a_setup_that_is_broken_for_good_ends_the_batch(world: World) -> None:
+    world.s3.on(is_kind("get", "list"), answer(403, error="ExpiredToken"))
+    with pytest.raises(SetupError, match="renew the AWS credentials"):
+        run(world)
+    assert world.stub.open == {}
+
+
+def test_a_slow_consumer_holds_no_session_open_and_loses_nothing(world: World) -> None:
+    client = world.client()
+    seen = []
+    for item in client.run_batch([{"seconds": 0.1}] * SESSIONS, 10, timeout=5.0):
+        seen.append(item)
+        if len(seen) == 1:
+            time.sleep(2.0)
+            assert world.stub.open == {}  # what ran is done and stopped, and nobody waits for the consumer
+            assert world.stub.counts["invoke"] <= 21  # nor does the rest pile up
+    assert [item.outcome for item in seen] == [Outcome.SUCCEEDED] * SESSIONS
+
+
+# -- starting sessions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "times"),
+    [
+        (answer(429, error="ThrottlingException"), 10),
+        (answer(409, error="RetryableConflictException"), 10),
+        (answer(424, error="RuntimeClientError"), 2),
+        (answer(402, error="ServiceQuotaExceededException"), 10),
+        (answer(500, error="InternalServerException"), 2),
+        (answer(503), 2),
+        (reset, 2),
+        (lose_answer, 2),
+        (cut(5), 2),
+    ],
+    ids=["429", "409", "424", "402", "500", "503", "reset", "lost", "cut"],
+)
+def test_an_invoke_is_sent_again_where_that_helps(world: World, fault: Any, times: int) -> None:
+    world.runtime.on(is_kind("invoke"), fault, times=times)
+    items, _ = run(world, [{"seconds": 0.1}] * 10)
+    assert failed(items) == {}
+    assert sum(item.invokes for item in items.values()) <= 10 + times
+    assert all(item.attempts == 1 for item in items.values())
+
+
+def test_no_capacity_waits_as_long_as_there_is_time_and_says_so_in_the_end(world: World) -> None:
+    world.runtime.on(is_kind("invoke"), answer(402, "{}", error="ServiceQuotaExceededException"))
+    items, seconds = run(world, [{}] * 3, timeout=2.0, client={"max_retry_attempts": 0})
+    assert set(failed(items).values()) == {Outcome.TIMED_OUT}
+    assert all("ServiceQuotaExceededException" in (item.error or "") for item in items.values())
+    assert 2.0 <= seconds < 4.0
+    assert world.stub.counts["stop"] == 0  # none was ever started
+
+
+def test_throttled_invokes_slow_down_and_get_through(world: World) -> None:
+    granted: list[float] = []
+
+    def over(request: Any) -> bool:
+        if kind(request) != "invoke":
+            return False
+        now = time.monotonic()
+        if sum(now - at < 1.0 for at in granted) >= 10:
+            return True
+        granted.append(now)
+        return False
+
+    rule = world.runtime.on(over, answer(429, error="ThrottlingException"))
+    items, seconds = run(world, [{}] * 25)
+    assert failed(items) == {}
+    assert seconds < 12
+    assert 0 < rule.used < 3 * 25
+
+
+def test_a_container_that_never_comes_up_is_told_with_where_to_look(world: World) -> None:
+    world.runtime.on(is_kind("invoke"), answer(424, error="RuntimeClientError"))
+    items, _ = run(world, [{}], client={"max_retry_attempts": 2})
+    assert failed(items) == {0: Outcome.RUNTIME_FAILED}
+    assert "its log says why" in (items[0].error or "")
+    assert items[0].invokes == 3
+    assert items[0].elapsed > 0
+
+
+def test_one_refusal_amid_a_running_batch_is_a_passing_trouble(world: World) -> None:
+    client = world.client()
+    batch = iter(client.run_batch([{"seconds": 0.1}] * 20, 2, timeout=10.0))
+    first = next(batch)
+    world.runtime.on(is_kind("invoke"), answer(403, error="AccessDeniedException"), times=1)
+    assert [item.outcome for item in [first, *batch]] == [Outcome.SUCCEEDED] * 20
+
+
+def test_a_lost_answer_is_made_good_by_the_result(world: World) -> None:
+    """The session runs, its invoke gets no answer: the result is taken, and nothing runs twice."""
+    world.runtime.on(is_kind("invoke"), lose_answer, times=1)
+    client = world.client()
+    future = client.invoke({"seconds": 0.0})
+    assert future.result(timeout=10)["rewards"] == 1.0
+    assert world.stub.open == {}
+    assert world.stub.runs == 1
+
+
+def test_the_time_of_a_rollout_counts_from_its_first_invoke(world: World) -> None:
+    """Not from when its turn came: 20 wait for a slow limiter longer than the timeout."""
+    items, seconds = run(world, [{"seconds": 0.0}] * 10, timeout=2.0, client={"tps_limit": 5})
+    assert failed(items) == {}
+    assert seconds > 2.0
+    assert max(item.timings["queued"] for item in items.values()) > 1.0
+    assert max(item.elapsed for item in items.values()) < 2.0
+
+
+# -- stopping sessions ----------------------------------------------------------------------------------------
+
+
+def test_fifty_timeouts_at_once_stop_within_the_limit(world: World) -> None:
+    run(world, [{"seconds": 60.0}] * 50, timeout=0.5, client={"tps_limit": 50})
+    calls = [at for at, what, _ in world.runtime.log if what in ("invoke", "stop")]
+    assert len(calls) == 100
+    for start in calls:  # a burst of a tenth of a second's worth, and the rate
+        assert sum(start <= at < start + 1.0 for at in calls) <= 50 + 5 + 5
+
+
+@pytest.mark.parametrize(
+    "fault", [answer(429, error="ThrottlingException"), answer(500), reset], ids=["429", "500", "reset"]
+)
+def test_a_stop_is_sent_again(world: World, fault: Any, caplog: pytest.LogCaptureFixture) -> None:
+    world.runtime.on(is_kind("stop"), fault, times=2)
+    items, _ = run(world, [{"seconds": 0.1}] * 5)
+    assert failed(items) == {}
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_sessions_that_can_t_be_stopped_are_named_once_and_their_results_are_kept(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.runtime.on(is_kind("stop"), answer(403, error="AccessDeniedException"))
+    client = world.client()
+    items = list(client.run_batch([{"seconds": 0.1}] * 3, 3))
+    assert [item.success for item in items] == [True] * 3
+    [warning] = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warning.startswith("3 sessions may still run")
+    assert all(item.session_id in warning for item in items)
+    assert "AccessDeniedException" in warning
+    world.stub.open.clear()
+
+
+def test_an_exception_in_the_loop_s_body_stops_the_sessions(world: World) -> None:
+    def consume() -> None:
+        for _ in world.client().run_batch([{"seconds": 0.1}] + [{"seconds": 60.0}] * 9, 10):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        consume()
+    assert world.stub.open == {}
+
+
+def test_an_invoke_that_is_still_on_its_way_when_all_ends_leaves_no_session(world: World) -> None:
+    async def late(_: Any, forward: Any) -> Any:
+        import asyncio
+
+        await asyncio.sleep(1.0)
+        return await forward()
+
+    world.runtime.on(lambda r: kind(r) == "invoke" and world.stub.counts["invoke"] > 0, late)
+    batch = iter(world.client().run_batch([{"seconds": 0.0}] + [{"seconds": 60.0}] * 9, 10))
+    next(batch)
+    batch.close()  # type: ignore[attr-defined]
+    time.sleep(1.2)
+    assert world.stub.open == {}
+
+
+# -- limits ---------------------------------------------------------------------------------------------------
+
+
+def test_clients_of_one_runtime_share_the_strictest_limit(world: World) -> None:
+    one, other = world.client(tps_limit=20, exp_id="a"), world.client(tps_limit=100, exp_id="b")
+    began = time.monotonic()
+
+    def work(client: Any) -> None:
+        assert all(item.success for item in client.run_batch([{}] * 10, 10))
+
+    threads = [threading.Thread(target=work, args=[client]) for client in (one, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - began >= (40 - 2) / 20  # 20 invokes and 20 stops, two at once
+    one.close()
+    began = time.monotonic()
+    work(other)
+    assert time.monotonic() - began < 1.5  # the stricter one has gone
+
+
+def test_new_sessions_have_a_limit_of_their_own(world: World) -> None:
+    items, seconds = run(world, [{}] * 63, client={"new_sessions_per_minute": 60})
+    assert failed(items) == {}
+    assert 2.5 <= seconds < 8.0  # a minute's worth goes at once, stops are not held back
+
+
+def test_a_start_without_room_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentcore_rl_toolkit.client import _client
+
+    monkeypatch.setattr(_client, "_START_TIMEOUT", 1.0)
+    world.runtime.on(is_kind("invoke"), answer(429, error="ThrottlingException"))
+    with pytest.raises(RolloutTimeout, match="did not start within 1 s: ThrottlingException"):
+        world.client().invoke({})
+
+
+def test_a_refused_payload_is_an_invocation_error_at_once(world: World) -> None:
+    world.runtime.on(is_kind("invoke"), answer(413))
+    with pytest.raises(InvocationError, match="413"):
+        world.client().invoke({})
+    assert world.stub.counts["invoke"] == 0

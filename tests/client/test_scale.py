@@ -1,0 +1,174 @@
+"""What many sessions cost, and in which order things happen."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import World
+
+from agentcore_rl_toolkit.errors import SetupError
+
+
+def delays(items: list[Any]) -> list[float]:
+    return sorted(arrived - item.result["finished_at"] for arrived, item in items)
+
+
+def test_many_pending_results_cost_few_requests_and_no_thread_each(world: World) -> None:
+    payloads = [{"seconds": 1.0 + 2.0 * i / 300} for i in range(300)]
+    before, most = threading.active_count(), 0
+    items = []
+    for item in world.client().run_batch(payloads, 300):
+        items.append((time.time(), item))
+        most = max(most, threading.active_count())
+    assert all(item.success for _, item in items)
+    assert most - before < 300
+    polls = sum(count for name, count in world.stub.counts.items() if name in ("list", "head", "get_miss"))
+    # One loop of HEADs each, at 0.5 s times 1.5: 3 or 4 for each of these.
+    assert polls <= 3.5 * 300 / 20
+    late = delays(items)
+    assert late[150] < 1.5
+    assert late[285] < 3.0
+
+
+def test_a_hint_brings_the_result_at_once(world: World) -> None:
+    payloads = [{"seconds": 1.0 + i / 100} for i in range(100)]
+    items = [(time.time(), i) for i in world.client(notify_address="http://127.0.0.1:0").run_batch(payloads, 100)]
+    assert all(item.success for _, item in items)
+    assert delays(items)[50] < 0.3
+    assert world.stub.counts["list"] + world.stub.counts["get_miss"] < 30
+
+
+def test_a_lost_hint_costs_no_result(world: World) -> None:
+    client = world.client(notify_address="http://127.0.0.1:0")
+    future = client.invoke({"seconds": 0.2}, notify_url="http://127.0.0.1:9/nobody")
+    assert future.result(timeout=15)["rewards"] == 1.0
+
+
+def post(url: str, body: bytes) -> int | None:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, method="POST"), timeout=5) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def test_the_listener_takes_hints_from_its_agents_alone(world: World) -> None:
+    client = world.client(notify_address="http://127.0.0.1:0")
+    assert client.invoke({"seconds": 0.0}).result(timeout=10)
+    assert client._listener is not None
+    url = asyncio.run(client._listener.url())
+    assert post(url, b'{"s3_bucket": "local", "result_key": "exp/a/b.json"}') == 204
+    assert post(url, b"{") is None  # closed without an answer
+    assert post(url.rpartition("/")[0] + "/guess", b"{}") == 404
+    assert client.invoke({"seconds": 0.0}).result(timeout=10)
+    for bad in "localhost:9", "https://x:1", "http://x", "http://x:y", "":
+        with pytest.raises(SetupError, match="notify_address"):
+            world.client(notify_address=bad)
+
+
+def test_payloads_are_taken_as_places_get_free(world: World) -> None:
+    taken = most_ahead = done = 0
+
+    def payloads() -> Iterator[dict[str, Any]]:
+        nonlocal taken
+        for _ in range(60):
+            taken += 1
+            yield {"seconds": 0.0}
+
+    for item in world.client().run_batch(payloads(), 10):
+        assert item.success
+        done += 1
+        most_ahead = max(most_ahead, taken - done)
+    assert done == 60
+    assert most_ahead <= 2 * 10 + 1
+
+
+def test_ordered_items_come_in_the_order_of_the_payloads(world: World) -> None:
+    payloads = [{"seconds": 0.5 if i % 5 == 0 else 0.0, "text": str(i)} for i in range(20)]
+    items = list(world.client().run_batch(payloads, 5, ordered=True, samples=2))
+    assert [(item.index, item.sample) for item in items] == [(i, s) for i in range(20) for s in range(2)]
+    assert [(item.result or {})["text"] for item in items] == [str(i) for i in range(20) for _ in range(2)]
+    assert world.stub.most_open <= 5
+
+
+@pytest.mark.parametrize("priority", [[0, 2, 1, 3], lambda payload: payload["level"]], ids=["list", "function"])
+def test_the_greater_priority_starts_first(world: World, priority: Any) -> None:
+    payloads = [{"seconds": 0.0, "level": level} for level in (0, 2, 1, 3)]
+    items = list(world.client().run_batch(payloads, 1, priority=priority))
+    assert [item.index for item in items] == [3, 1, 2, 0]
+
+
+def test_a_batch_of_greater_priority_goes_first_at_the_limiter(world: World) -> None:
+    client = world.client(tps_limit=20)
+    done: list[str] = []
+
+    def work(name: str, priority: float) -> None:
+        for item in client.run_batch([{"seconds": 0.0}] * 15, 15, priority=priority):
+            assert item.success
+            done.append(name)
+
+    threads = [threading.Thread(target=work, args=args) for args in (("low", 0.0), ("high", 1.0))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert done[:18].count("high") > done[:18].count("low")
+
+
+def test_bad_arguments_of_a_batch_are_refused(world: World) -> None:
+    client = world.client()
+    for bad, reason in (
+        ({"ordered": True, "priority": [1.0]}, "exclude each other"),
+        ({"priority": [1.0, 2.0]}, "one number for each payload"),
+        ({"max_interval": 1.0, "initial_interval": 0.0}, "initial_interval"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            client.run_batch([{}], 1, **bad)  # type: ignore[arg-type]
+
+
+async def test_one_result_serves_for_and_async_for(world: World) -> None:
+    result = world.client().run_batch_async([{"seconds": 0.0}] * 3, 3)
+    assert [item.success async for item in result] == [True] * 3
+    assert await asyncio.to_thread(lambda: [item.success for item in result]) == [True] * 3
+
+
+def test_every_phase_is_timed(world: World) -> None:
+    [item] = world.client().run_batch([{"seconds": 0.5}], 1)
+    assert list(item.timings) == ["queued", "started", "running", "fetched"]
+    assert 0.4 < item.timings["running"] < 3.0
+    assert sum(item.timings.values()) - item.timings["queued"] == pytest.approx(item.elapsed, abs=0.01)
+    assert item.invokes == 1
+
+
+def test_progress_is_logged_where_there_is_no_terminal(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "agentcore_rl_toolkit.client")
+    list(world.client().run_batch([{"seconds": 0.0}, {"seconds": 1.0}], 2, log_interval=0.4))
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("batch:")]
+    assert any("1 of 2 done: 1 succeeded, 1 active" in line for line in lines)
+
+
+def test_a_bar_shows_progress_and_goes_away(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    list(world.client().run_batch([{"seconds": 0.0}] * 3, 3, progress=True))
+    assert "rollouts" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_old_results_of_the_experiment_cost_no_listing(world: World) -> None:
+    """A straggler among thousands of finished results is looked at by itself."""
+    client = world.client()
+    list(client.run_batch([{"seconds": 0.0}] * 1200, 200))
+    world.s3.log.clear()
+    futures = [client.invoke({"seconds": 1.0}, input_id=f"run-zz{i}") for i in range(14)]
+    futures += [client.invoke({"seconds": 1.0}, input_id=f"a{i}") for i in range(14)]
+    assert all(future.result(timeout=20)["rewards"] == 1.0 for future in futures)
+    assert sum(what == "list" for _, what, _ in world.s3.log) < 40
