@@ -337,6 +337,7 @@ async def test_the_key_counts_in_every_position():
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"stop_sequences": "END"}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"stream": 1}, "stream"),
         ({"thread": "x"}, "thread"),
@@ -370,11 +371,11 @@ async def test_fields_without_effect_are_named_once_a_session(caplog):
         for _ in range(2):
             async with client_of(gateway) as client:
                 for _ in range(3):
-                    status, _ = await Anthropic(client).post(body(HELLO, tools=tools, context_management={}))
+                    status, _ = await Anthropic(client).post(body(HELLO, tools=tools, betas={}))
                     assert status == 200
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert all(m.endswith(": ignored without effect: context_management, tool web_search_20250305") for m in said)
+    assert all(m.endswith(": ignored without effect: betas, tool web_search_20250305") for m in said)
 
 
 @pytest.mark.parametrize("stream", [False, True])

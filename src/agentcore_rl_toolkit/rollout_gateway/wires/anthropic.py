@@ -44,8 +44,8 @@ _NUMBERS: Numbers = {
 }
 _CANNOT = {"container", "mcp_servers", "output_format"}
 _HONOURED = {
-    "chat_template_kwargs", "messages", "metadata", "model", "output_config", "service_tier", "stop_sequences",
-    "stream", "system", "thinking", "thread", "tool_choice", "tools",
+    "chat_template_kwargs", "context_management", "messages", "metadata", "model", "output_config", "service_tier",
+    "stop_sequences", "stream", "system", "thinking", "thread", "tool_choice", "tools",
 }  # fmt: skip
 _OF_THREAD = ("system", "tools")
 """What a thread's later requests leave out, besides the messages before."""
@@ -451,6 +451,12 @@ def _refuse_what_we_cannot_do(body: JSON) -> bool:
         raise bad_request("thinking.type", f"enabled, disabled or adaptive is required, got {kind!r}")
     if body.get("thread") and obj(body, "thread").get("type") not in ("create", "continue"):
         raise bad_request("thread.type", "create or continue is required")
+    edits = a_list(obj(body, "context_management").get("edits") or [], "context_management.edits")
+    for i, edit in enumerate(edits):
+        edit = an_object(edit, f"context_management.edits[{i}]")
+        # The one that keeps everything is what Claude Code sends; any other would change what the model sees.
+        if edit.get("keep") != "all":
+            raise bad_request(f"context_management.edits[{i}]", "only an edit that keeps all is supported")
     choice = obj(body, "tool_choice")
     if choice and choice.get("type") not in ("auto", "none"):
         raise bad_request("tool_choice.type", "only 'auto' and 'none' are supported")
