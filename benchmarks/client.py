@@ -23,7 +23,7 @@ from typing import Any
 from _stub_runtime import ARN, BUCKET
 
 HERE = Path(__file__).resolve().parent
-ORIGINAL = "agentcore-rl-toolkit==0.2.0"
+ORIGINAL = "agentcore-rl-toolkit[core]==0.2.0"
 TABLE = {
     "invoke:read": (11, ""),  # milliseconds
     "mode": (5, ""),
@@ -120,10 +120,11 @@ def _stub(invoke_ms: float, read_ms: float) -> Iterator[dict[str, str]]:
 def _original() -> Path:
     folder = HERE / ".envs" / "original-client"
     python = folder / "bin" / "python"
-    if not python.exists():
+    if not (folder / ".ready").exists():
         print(f"making an environment with {ORIGINAL} …", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", ORIGINAL], check=True)
+        (folder / ".ready").touch()
     return python
 
 
