@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..errors import ContextLengthExceeded, EngineError, GatewayError
 from .completions import PlainText
-from .messages import assistant_message, chain
+from .messages import assistant_message, chain, tools_key
 from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, OutputParser, ParsedMessage, ReasoningDelta
 from .prompts import Prompt
 from .render.base import Renderer
@@ -124,8 +124,8 @@ class Answers:
         if turn.parent is not None and turn.parent.params == turn.params:
             turn.params = turn.parent.params  # one dict for a whole conversation
         tree.add(turn, prompt.new_ids, output_ids)
-        if prompt.place.parent is None and prompt.place.new:
-            tree.note_root(prompt.place.new[0], request.tools)
+        if prompt.place.parent is None:
+            tree.tools_keys.add(tools_key(request.tools))
         session.sampled_tokens += len(output_ids)
 
     def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
@@ -218,6 +218,7 @@ def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _
         key=chain([answer], (), start=place.base)[0],
         base_key=place.base,
         prompt_key=place.key,
+        opening=place.parent.opening if place.parent else b"".join(chain(place.new[:1], ())),
         policy_versions=output.versions if any(v is not None for v in output.versions) else None,
         fork=prompt.fork,
         divergence=prompt.divergence,

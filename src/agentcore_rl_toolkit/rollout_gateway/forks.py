@@ -51,7 +51,9 @@ def _is_compacted(tree: TokenTree, messages: Sequence[Message], new: Sequence[Me
         if given.issuperset(key for answer in answers for key in chain([answer], ())):
             return True
     prompts = [message["content"] for message in new if message["role"] == "user"]
-    if messages[0]["role"] == "system" and chain(messages[:1], ())[0] not in tree.first_keys:
-        return False  # a sub-agent that is told what the main agent said
-    said = (turn.message.content.strip() for turn in tree.turns)
+    turns = tree.turns
+    if messages[0]["role"] == "system":  # a sub-agent may be told what the main agent said
+        opening = chain(messages[:1], ())[0]
+        turns = [turn for turn in turns if turn.opening == opening]
+    said = (turn.message.content.strip() for turn in turns)
     return any(len(text) >= _QUOTE and any(text in prompt for prompt in prompts) for text in said)

@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import Any
 
 from ..body import RawMessages, goes_on
-from ..messages import Message, Tool, assistant_message, chain, tools_key
+from ..messages import Message, assistant_message
 from ..parsed import ParsedMessage
 from .record import Status
 
@@ -67,6 +67,8 @@ class Turn:
     key: bytes
     base_key: bytes
     prompt_key: bytes
+    opening: bytes = b""
+    """Chain key of the conversation's first message alone."""
     policy_versions: list[int | None] | None = None
     fork: str | None = None
     divergence: str | None = None
@@ -163,8 +165,7 @@ class TokenTree:
         self.ties = 0
         """How often two siblings matched a request equally well; the later delivered one was taken."""
         self.tools_keys: set[bytes] = set()
-        self.first_keys: set[bytes] = set()
-        """Of all conversations in here: the keys of their tools, and of their first messages alone."""
+        """Of the tools of all conversations in here."""
         self._by_key: dict[bytes, list[Turn]] = {}
         self._tips: dict[Turn, None] = {}  # in the order they came
         self._delivered = 0
@@ -234,11 +235,6 @@ class TokenTree:
         self._tips[turn] = None
         self.turns.append(turn)
         self._by_key.setdefault(turn.key, []).append(turn)
-
-    def note_root(self, first: Message, tools: Sequence[Tool]) -> None:
-        """A conversation has begun with this message and these tools."""
-        self.tools_keys.add(tools_key(tools))
-        self.first_keys.add(chain([first], ())[0])
 
     def discard(self, turn: Turn) -> None:
         """Take back a turn that will never be delivered."""
