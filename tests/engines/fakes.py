@@ -140,15 +140,15 @@ class FakeServer:
     infinity = float("-inf")
 
     def top(self, temperature: float, k: int) -> list[tuple[float, int]]:
-        """Logprobs of the most likely tokens of some distribution, ids 0, 1, 2, …"""
+        """Logprobs of the most likely tokens of some distribution, ids 543, 542, …: the script says none of these."""
         scale = 1.0 if "unscaled" in self.faults else temperature or 1.0
         logits = [10.0 - 1.5 * i for i in range(20)]
         if "logits" in self.faults:
-            return [(x, i) for i, x in enumerate(logits[:k])]
+            return [(x, 543 - i) for i, x in enumerate(logits[:k])]
         if "uniform" in self.faults:
             logits = [1.0] * 20
         norm = math.log(sum(math.exp(x / scale) for x in logits))
-        return [(x / scale - norm, i) for i, x in enumerate(logits[:k])]
+        return [(x / scale - norm, 543 - i) for i, x in enumerate(logits[:k])]
 
     @asynccontextmanager
     async def work(self) -> AsyncIterator[None]:
@@ -257,12 +257,17 @@ class FakeVllm(FakeServer):
             if "other_tokens" in self.faults:
                 named = [(token + 1) % VOCABULARY for token in named]
             value: dict[str, Any] = {"index": 0, "finish_reason": finish, "stop_reason": matched if done else None}
-            top = self.top(params.get("temperature", 1.0), params["logprobs"])
+            best = self.top(params.get("temperature", 1.0), params["logprobs"])
+            # The sampled token comes first and takes one of the places. (Not for the probe: with the oracle's value
+            # in it, this would be no distribution.)
+            first = [[(x, t)] if body.get("stream") else [] for t, x in zip(named, part, strict=True)]
+            tops_of = [[*sampled, *best][: params["logprobs"]] for sampled in first]
             if chat:
-                value["logprobs"] = {"content": [self._entry(t, x, top) for t, x in zip(named, part, strict=True)]}
+                entries = [self._entry(t, x, top) for t, x, top in zip(named, part, tops_of, strict=True)]
+                value["logprobs"] = {"content": entries}
             else:
                 tokens = [f"token_id:{token}" for token in named]
-                tops = [{f"token_id:{i}": x for x, i in top}] * len(part)
+                tops = [{f"token_id:{i}": x for x, i in top} for top in tops_of]
                 value["logprobs"] = {"token_logprobs": part, "tokens": tokens, "top_logprobs": tops, "text_offset": []}
                 value["text"] = decode(part_ids)
             if "no_logprobs" in self.faults:

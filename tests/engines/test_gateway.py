@@ -212,22 +212,11 @@ async def test_clients_get_the_most_likely_tokens_where_they_ask(kind, faults, s
         async with http.post(f"{session.base_url}/chat/completions", json=body) as response:
             text = await response.text()
     events = sse(text)[:-1] if stream else [json.loads(text)]
-    content = (
-        [
-            entry
-            for event in events
-            for choice in event["choices"]
-            for entry in (choice["logprobs"] or {})["content"] or ()
-        ]
-        if not stream
-        else [
-            entry
-            for event in events
-            for choice in event["choices"]
-            if choice.get("logprobs")
-            for entry in choice["logprobs"]["content"]
-        ]
-    )
+    logprobs = [choice["logprobs"] for event in events for choice in event["choices"] if choice.get("logprobs")]
+    content = [entry for part in logprobs for entry in part["content"]]
     assert len(content) > 3
-    right = [pytest.approx(value) for value, _ in server.top(1.0, 3)]
-    assert all([top["logprob"] for top in entry["top_logprobs"]] == right for entry in content)
+    best = [value for value, _ in server.top(1.0, 3)]
+    for entry in content:
+        # To vLLM the sampled token is one more candidate; SGLang's fake has it outside of them.
+        right = best if kind is FakeSglang else sorted([entry["logprob"], *best], reverse=True)[:3]
+        assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(right)

@@ -23,6 +23,7 @@ _MEDIA = frozenset({"features", "content_parts"})
 _OWN_NAMES = {"min_new_tokens": "min_tokens"}
 _NOT_SENT = frozenset({"max_new_tokens", "adapter", "top_logprobs"})
 _TOP = 5
+_MAX_TOP = 20  # more is refused unless the server is started with --max-logprobs
 
 
 class VllmBackend(TokenServer):
@@ -60,7 +61,8 @@ class VllmBackend(TokenServer):
             headers["X-data-parallel-rank"] = str(rank)
         path = self._path or _GENERATE
         top = params.get("top_logprobs", 0)
-        body = {**self._body(path, prompt_ids, params, logprobs=top), **media, "stream": True}
+        asked = min(top + 1, _MAX_TOP) if top else 0  # the sampled token takes one of the places
+        body = {**self._body(path, prompt_ids, params, logprobs=asked), **media, "stream": True}
         count = 0
         async with aclosing(self.events(path, body, headers=headers)) as events:
             async for event in events:
@@ -129,7 +131,7 @@ def _tops(logprobs: Mapping[str, Any], count: int) -> list[list[tuple[int, float
             [(top.get("token_id", top.get("token")), top["logprob"]) for top in entry.get("top_logprobs") or ()]
             for entry in content
         ]
-    # The sampled token comes too, and first, where it is not among them.
+    # The sampled token comes first, whatever its rank.
     return [
         sorted(
             ((token, value) for name, value in pairs if (token := _token(name)) is not None and value is not None),
