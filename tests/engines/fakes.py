@@ -204,7 +204,9 @@ class FakeVllm(FakeServer):
     ``--enable-scale-out``), ``no_stream`` (answers in one piece although asked to stream),
     ``names`` (tokens in logprobs as ``token_id:7``), ``no_ids``, ``extra_logprob``, ``trimmed_stop`` (ids without the
     stop token, logprobs with it), ``other_tokens``, ``abort``, ``silent_abort`` (the end of the stream is the only
-    sign), ``late_finish`` (the finish reason comes in an event without tokens), ``no_logprobs``, ``over_limit``.
+    sign), ``late_finish`` (the finish reason comes in an event without tokens), ``no_logprobs``, ``no_tops``
+    (``--max-logprobs 0``),
+    ``over_limit``.
     """
 
     infinity = -9999.0  # vLLM's word for it
@@ -236,6 +238,9 @@ class FakeVllm(FakeServer):
     ) -> web.StreamResponse:
         if body.get("model") not in (None, "tiny", "lora-a"):
             return web.json_response({"error": {"message": "The model does not exist.", "code": 404}}, status=404)
+        if "no_tops" in self.faults and params["logprobs"]:
+            error = {"message": "Requested sample logprobs of 5, which is greater than max allowed: 0", "code": 400}
+            return web.json_response({"error": error}, status=400)
         if len(prompt) > 4096:
             error = {"message": "This model's maximum context length is 4096 tokens.", "code": 400}
             return web.json_response({"error": error}, status=400)

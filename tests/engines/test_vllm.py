@@ -127,6 +127,14 @@ async def test_raw_logprobs_are_refused_where_the_temperature_is_not_one():
             await backend.verify()
 
 
+@pytest.mark.parametrize("faults", [("no_tops",), ("no_tops", "no_generate")])
+async def test_a_server_that_tells_no_likely_tokens_serves_all_the_same(faults, caplog):
+    async with serving_engine(FakeVllm(*faults)) as server, VllmBackend(server.url) as backend:
+        record = await backend.generate(**REQUEST)
+        assert record.output_log_probs == oracle_logprobs(PROMPT, record.output_ids)
+    assert "can't see which logprobs" in caplog.text
+
+
 async def test_the_server_is_told_everything_and_its_own_defaults_never_apply():
     params = {
         "max_tokens": 5,

@@ -88,10 +88,10 @@ class VllmBackend(TokenServer):
         ids = choice.get("token_ids")
         if not isinstance(ids, list):
             raise EngineError(f"{self.base_url} gave no token ids: vLLM 0.10.2 or newer is needed")
-        named, logprobs = _sampled(choice.get("logprobs") or {})
+        named, logprobs = sampled_tokens(choice.get("logprobs") or {})
         if len(named) == len(ids) and any(a is not None and a != b for a, b in zip(named, ids, strict=True)):
             raise EngineError(f"{self.base_url} gave logprobs of other tokens than it sampled")
-        extra: dict[str, Any] = {"top_logprobs": _tops(choice.get("logprobs") or {}, top)} if top else {}
+        extra: dict[str, Any] = {"top_logprobs": top_tokens(choice.get("logprobs") or {}, top)} if top else {}
         if self.routed_experts and choice.get("routed_experts"):
             extra["routed_experts"] = _array(choice["routed_experts"])
         return TokenChunk(ids, logprobs, finish_reason=choice.get("finish_reason"), extra=extra)
@@ -103,17 +103,19 @@ class VllmBackend(TokenServer):
                 answer = await self.post_json(path, self._body(path, prompt_ids, params, logprobs=_TOP))
             except StatusError as error:
                 if error.status not in (403, 404, 405, 501) or path == _COMPLETIONS:
+                    if error.retry_after is None:
+                        self._path = path  # it is there, it only refuses to tell the most likely tokens
                     raise
                 continue  # an older server, or one started without --enable-scale-out
             self._path = path
             choices = (answer or {}).get("choices") or [{}]
-            if not (tops := _tops(choices[0].get("logprobs") or {}, _TOP)) or not tops[0]:
+            if not (tops := top_tokens(choices[0].get("logprobs") or {}, _TOP)) or not tops[0]:
                 raise SetupError(f"{self.base_url} gives no logprobs: start vLLM with --max-logprobs {_TOP} or more")
             return dict(tops[0])
         raise AssertionError("the last path returns or raises")
 
 
-def _sampled(logprobs: Mapping[str, Any]) -> tuple[list[int | None], list[float]]:
+def sampled_tokens(logprobs: Mapping[str, Any]) -> tuple[list[int | None], list[float]]:
     """Which tokens the logprobs are of, and their values, in any of the three forms that vLLM has used."""
     if "token_logprobs" in logprobs:
         return [_token(name) for name in logprobs.get("tokens") or ()], list(logprobs["token_logprobs"])
@@ -121,7 +123,7 @@ def _sampled(logprobs: Mapping[str, Any]) -> tuple[list[int | None], list[float]
     return [_token(entry.get("token_id", entry.get("token"))) for entry in content], [e["logprob"] for e in content]
 
 
-def _tops(logprobs: Mapping[str, Any], count: int) -> list[list[tuple[int, float]]]:
+def top_tokens(logprobs: Mapping[str, Any], count: int) -> list[list[tuple[int, float]]]:
     """The most likely tokens beside each sampled one, best first."""
     if "token_logprobs" in logprobs:
         named = [list((entry or {}).items()) for entry in logprobs.get("top_logprobs") or ()]
