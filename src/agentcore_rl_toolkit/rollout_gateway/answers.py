@@ -18,7 +18,7 @@ from .render.base import Renderer
 from .sampling import SamplingBackend, TurnRecord
 from .sessions import Session
 from .traces import Turn, check_output
-from .trimmed import Trimmed
+from .trimmed import Continued, Trimmed
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,10 @@ class Answers:
         if request.prompt is not None:
             parser = PlainText(self._renderer)
         else:
-            parser = self._renderer.parser(prompt_ids=prompt.ids, tools=request.tools)
+            asked = prompt.ids[: -prompt.begun] if prompt.begun else prompt.ids
+            parser = self._renderer.parser(prompt_ids=asked, tools=request.tools)
+            if prompt.begun:
+                parser = Continued(parser, prompt.ids[-prompt.begun :], prompt.place.prefill)
         return Trimmed(parser, params.get("stop") or (), one_call=request.one_call)
 
     async def _engine(
@@ -223,6 +226,7 @@ def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _
         fork=prompt.fork,
         divergence=prompt.divergence,
         prefill=len(place.prefill),
+        begun=prompt.begun,
         trimmed=trimmed,
         top_logprobs=output.top_logprobs or None,
         tip_answer=answer,

@@ -40,7 +40,8 @@ class Prompt:
     """What the engine is asked, and where the answer will hang in the tree.
 
     ``ids``: all tokens; ``new_ids``: those since ``parent``. ``fork``: why they begin a new row, if they do.
-    ``divergence``: what the template would change in the history.
+    ``divergence``: what the template would change in the history. ``begun``: how many tokens at the end of ``ids``
+    belong to the answer.
     """
 
     request: WireRequest
@@ -50,6 +51,7 @@ class Prompt:
     ids: list[int]
     fork: str | None
     divergence: str | None = None
+    begun: int = 0
 
 
 class Prompts:
@@ -67,16 +69,26 @@ class Prompts:
         size = sum(len(message["content"]) for message in place.new)
         try:
             if place.parent and self._history == "preserve" and size < LONG_TEXT:
-                new_ids, moved, divergence = self._render(request, place)
+                new_ids, moved, divergence = self._render(request, place, place.prefill)
             else:
-                new_ids, moved, divergence = await asyncio.to_thread(self._render, request, place)
+                new_ids, moved, divergence = await asyncio.to_thread(self._render, request, place, place.prefill)
+            begun = await self._begun(request, place, new_ids) if place.prefill else 0
         except RenderError as error:
             raise GatewayError(400, str(error), kind="invalid_request_error", param=request.list_name) from error
         parent = None if moved else place.parent
         fork = moved or fork_reason(tree, request, place.new, place.key, parent)
         # A list of its own: an engine may keep it.
         ids = [*parent.tokens(), *new_ids] if parent else list(new_ids)
-        return Prompt(request, place, parent, new_ids, ids, fork, divergence)
+        return Prompt(request, place, parent, new_ids, ids, fork, divergence, begun)
+
+    async def _begun(self, request: WireRequest, place: Place, new_ids: list[int]) -> int:
+        """How many tokens at the prompt's end are the beginning of the answer."""
+        if place.parent is not None and not place.new:
+            return place.parent.begun + place.parent.sampled_tokens
+        asked, _, _ = await asyncio.to_thread(self._render, request, place, "")
+        return len(new_ids) - next(
+            (i for i, (a, b) in enumerate(zip(new_ids, asked, strict=False)) if a != b), len(asked)
+        )
 
     def _locate(self, tree: TokenTree, request: WireRequest) -> Place:
         place = locate(tree, request)
@@ -84,12 +96,12 @@ class Prompts:
             place = prefilled(tree, request, self._renderer.stop_token_ids)
         return place
 
-    def _render(self, request: WireRequest, place: Place) -> tuple[list[int], str | None, str | None]:
+    def _render(self, request: WireRequest, place: Place, prefill: str) -> tuple[list[int], str | None, str | None]:
         """``(new ids, why they begin a new row, what the template would change)``."""
         parent, variables = place.parent, request.variables
         if parent is not None and not place.new:  # an answer that was cut off goes on
             return [], None, None
-        extra = {"prefill": place.prefill} if place.prefill else {}
+        extra = {"prefill": prefill} if prefill else {}
         if parent is None:
             return self._renderer.render(place.new, request.tools, **extra, **variables), None, None
         reason = self._template_fork(request, parent) if self._history == "template" else None
@@ -154,6 +166,9 @@ def prefilled(tree: TokenTree, request: WireRequest, stops: Sequence[int]) -> Pl
     said = tree.match(messages, keys)
     if said is not None and said.depth == len(messages) and said.output_ids[-1] not in stops and not said.trimmed:
         return Place(said, [], keys[-1], len(before), last["content"], said.base_key)
+    if last.get("reasoning_content"):
+        problem = "an assistant's message at the end is continued without its reasoning: leave that out"
+        raise GatewayError(400, f"{name}: {problem}", kind="invalid_request_error", param=request.list_name)
     parent = tree.match(before, keys[:-1])
     new = _with_own_ids(before[parent.depth :], messages[parent.depth - 1], parent) if parent else before
     if not new:

@@ -1,7 +1,8 @@
-"""What is sampled but not handed out: a stop string and what follows it, calls past the first where one was asked for.
+"""What of an answer is not handed out: its beginning where the client has that, a stop string and what follows it,
+calls past the first where one was asked for.
 
-The tokens stay as they were sampled; only what the client is given, and what the tree compares its replay with, ends
-earlier.
+The tokens stay as they were sampled; only what the client is given, and what the tree compares its replay with,
+begins later or ends earlier.
 """
 
 from __future__ import annotations
@@ -91,6 +92,45 @@ class Trimmed:
             case CallArgumentsDelta(index, text):
                 self._arguments[index] += text
         return [delta]
+
+
+class Continued:
+    """An ``OutputParser`` around another, for an answer that begins in the prompt: with the tokens ``ids``, which the
+    client knows as ``text``. That part is read, so that what follows is not taken for a beginning, but not handed out.
+    """
+
+    def __init__(self, parser: OutputParser, ids: Sequence[int], text: str) -> None:
+        self._parser = parser
+        said, thought = "", ""
+        for delta in parser.feed(ids):
+            if isinstance(delta, ContentDelta):
+                said += delta.text
+            elif isinstance(delta, ReasoningDelta):
+                thought += delta.text
+        if said[:1] != text[:1]:  # the format takes no space at the beginning of a text
+            text = text.lstrip()
+        self._thought, self._said = len(thought), max(len(text), len(said))
+        self._skip = self._said - len(said)
+        """Characters of content that are held back in the parser, but that the client has."""
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        return self._rest(self._parser.feed(ids))
+
+    def finish(self, finish_reason: str) -> tuple[list[Delta], ParsedMessage]:
+        deltas, message = self._parser.finish(finish_reason)
+        rest = replace(message, reasoning=message.reasoning[self._thought :], content=message.content[self._said :])
+        return self._rest(deltas), rest
+
+    def _rest(self, deltas: Sequence[Delta]) -> list[Delta]:
+        out: list[Delta] = []
+        for delta in deltas:
+            if isinstance(delta, ContentDelta) and self._skip:
+                text, self._skip = delta.text[self._skip :], max(0, self._skip - len(delta.text))
+                delta = ContentDelta(text)
+                if not text:
+                    continue
+            out.append(delta)
+        return out
 
 
 def _same_text(held: Delta | None, delta: Delta) -> bool:

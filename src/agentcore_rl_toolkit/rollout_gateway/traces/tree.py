@@ -73,6 +73,8 @@ class Turn:
     fork: str | None = None
     divergence: str | None = None
     prefill: int = 0
+    begun: int = 0
+    """How many tokens at the end of the prompt are the beginning of the answer."""
     trimmed: bool = False
     stop_sequence: str | None = None
     choice: int | None = None
@@ -119,6 +121,12 @@ class Turn:
     def answer(self) -> Message:
         """The canonical message of the answer."""
         return self.tip_answer or assistant_message(self.message, self.call_ids)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of the answer, that of its earlier part included where this turn went on with one."""
+        begins = self.parent is not None and self.parent.depth == self.depth
+        return (self.parent.reasoning if self.parent and begins else "") + self.message.reasoning
 
     @property
     def rendered_by_client(self) -> bool:
@@ -209,7 +217,7 @@ class TokenTree:
         twins = [
             t
             for t in self._by_key[turn.key]
-            if t.parent is turn.parent and (not sent or sent.strip() == t.message.reasoning.strip())
+            if t.parent is turn.parent and (not sent or sent.strip() == t.reasoning.strip())
         ]
         return self._latest(twins) if twins else None
 
@@ -277,12 +285,12 @@ def _shared(ids: Sequence[int]) -> Iterable[int]:
 
 
 def _same_reasoning(turn: Turn, messages: Sequence[Message]) -> bool:
-    node: Turn | None = turn
-    while node is not None:
+    path = turn.path()
+    for node, after in zip(path, [*path[1:], None], strict=True):
         sent = messages[node.depth - 1].get("reasoning_content")
-        if sent and sent.strip() != node.message.reasoning.strip():
+        begins = after is not None and after.depth == node.depth
+        if sent and not begins and sent.strip() != node.reasoning.strip():
             return False
-        node = node.parent
     return True
 
 
