@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_engine, oracle_logprobs
+from agentcore_rl_toolkit.rollout_gateway.testing import (
+    ENGINE_CHECKS,
+    EngineUnderTest,
+    ScriptedBackend,
+    Skipped,
+    check_engine,
+    conformance,
+    oracle_logprobs,
+)
 
 VOCABULARY = 1000
 
@@ -73,3 +81,53 @@ class Wrong(GoodBackend):
 async def test_a_wrong_engine_is_found(fault, message):
     with pytest.raises(AssertionError, match=message):
         await check_engine(Wrong(fault), vocabulary_size=VOCABULARY, oracle=oracle_logprobs)
+
+
+@pytest.mark.parametrize("name", ENGINE_CHECKS)
+async def test_one_pytest_test_per_check(name):
+    engine = EngineUnderTest(GoodBackend([]), VOCABULARY)
+    if name == "stop_string":
+        with pytest.raises(Skipped, match="no decode given"):
+            await ENGINE_CHECKS[name](engine)
+    else:
+        await ENGINE_CHECKS[name](engine)
+
+
+async def test_what_an_engine_declares_is_heeded():
+    class Declared:
+        """No streaming, no stop tokens, never asked for fewer than 20 tokens."""
+
+        min_new_tokens = 20
+        stop_kind = "strings"
+
+        def __init__(self):
+            self.backend = GoodBackend([])
+
+        async def generate(self, *, sampling_params, **rest):
+            assert sampling_params["max_tokens"] >= 20
+            return await self.backend.generate(sampling_params={**sampling_params, "stop_token_ids": []}, **rest)
+
+    results = await check_engine(Declared(), vocabulary_size=VOCABULARY)
+    assert {name: why for name, why in results.items() if why != "passed"} == {
+        "stop_token": "skipped: the engine declares stop_kind='strings'",
+        "stop_string": "skipped: no decode given",
+        "streaming": "skipped: the engine does not stream",
+        "real_streaming": "skipped: the engine does not stream",
+    }
+
+
+async def test_work_that_goes_on_after_a_cancellation_is_found(monkeypatch):
+    monkeypatch.setattr(conformance, "_SETTLE", 0.2)
+    started = 0
+
+    class Deaf(GoodBackend):
+        async def stream(self, **request):
+            nonlocal started
+            started += 1
+            async for chunk in super().stream(**request):
+                yield chunk
+
+    with pytest.raises(
+        AssertionError, match=r"cancellation: AssertionError: after aclose\(\) the engine still works on 1"
+    ):
+        await check_engine(Deaf([]), vocabulary_size=VOCABULARY, running=lambda: started)
