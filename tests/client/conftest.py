@@ -6,8 +6,8 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,27 @@ async def lose_answer(request: web.Request, forward: Forward) -> web.StreamRespo
     """Let the server do it, and break off instead of its answer."""
     await forward()
     return await reset(request, forward)
+
+
+def late(seconds: float) -> Action:
+    """Let the server do it, and keep its answer for a while."""
+
+    async def act(request: web.Request, forward: Forward) -> web.StreamResponse:
+        real = await forward()
+        await asyncio.sleep(seconds)
+        return real
+
+    return act
+
+
+def delayed(seconds: float) -> Action:
+    """Keep the request for a while before the server gets it."""
+
+    async def act(request: web.Request, forward: Forward) -> web.StreamResponse:
+        await asyncio.sleep(seconds)
+        return await forward()
+
+    return act
 
 
 def hang(seconds: float) -> Action:
@@ -167,32 +188,43 @@ class World:
         return client
 
 
+@contextmanager
+def background() -> Iterator[tuple[AsyncExitStack, Callable[[Coroutine[Any, Any, Any]], Any]]]:
+    """An event loop in a thread: a stack that is closed at the end, and a way to run coroutines there."""
+    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def call(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(20)
+
+    try:
+        yield stack, call
+    finally:
+        call(stack.aclose())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+async def put_proxies(stack: AsyncExitStack, environment: dict[str, str]) -> list[Proxy]:
+    """In front of the runtime and of S3; ``environment`` leads to them from now on."""
+    http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+    proxies = []
+    for name in "AWS_ENDPOINT_URL_BEDROCK_AGENTCORE", "AWS_ENDPOINT_URL_S3":
+        proxies.append(Proxy(environment[name], http))
+        environment[name] = await listen(stack, proxies[-1].app())
+    return proxies
+
+
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-    made: list[World] = []
-
-    async def serve() -> None:
-        async with AsyncExitStack() as stack:
-            stub = StubRuntime()
-            environment = await stub.start(stack)
-            http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-            proxies = []
-            for name in "AWS_ENDPOINT_URL_BEDROCK_AGENTCORE", "AWS_ENDPOINT_URL_S3":
-                proxies.append(Proxy(environment[name], http))
-                environment[name] = await listen(stack, proxies[-1].app())
-            for name, value in environment.items():
-                monkeypatch.setenv(name, value)
-            made.append(World(stub, *proxies))
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
-    thread.start()
-    assert ready.wait(10)
-    yield made[0]
-    for client in made[0].clients:
-        client.close()
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
-    loop.close()
+    with background() as (stack, call):
+        stub = StubRuntime()
+        environment = call(stub.start(stack))
+        made = World(stub, *call(put_proxies(stack, environment)))
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield made
+        for client in made.clients:
+            client.close()

@@ -7,15 +7,34 @@ later than the fault makes it.
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+import uuid
 from typing import Any
 
 import pytest
-from conftest import World, answer, cut, garble, hang, is_key, is_kind, kind, lose_answer, reset
+from conftest import (
+    ARN,
+    BUCKET,
+    World,
+    answer,
+    cut,
+    delayed,
+    garble,
+    hang,
+    is_key,
+    is_kind,
+    kind,
+    lose_answer,
+    reset,
+)  # fmt: skip
 
 from agentcore_rl_toolkit import BatchItem, Outcome
-from agentcore_rl_toolkit.errors import InvocationError, RolloutTimeout, SetupError
+from agentcore_rl_toolkit.errors import InvocationError, RolloutCancelled, RolloutTimeout, SetupError
 
 SESSIONS = 40
 ONE = "-00000007-000/"
@@ -274,18 +293,61 @@ def test_an_exception_in_the_loop_s_body_stops_the_sessions(world: World) -> Non
 
 
 def test_an_invoke_that_is_still_on_its_way_when_all_ends_leaves_no_session(world: World) -> None:
-    async def late(_: Any, forward: Any) -> Any:
-        import asyncio
-
-        await asyncio.sleep(1.0)
-        return await forward()
-
-    world.runtime.on(lambda r: kind(r) == "invoke" and world.stub.counts["invoke"] > 0, late)
+    world.runtime.on(lambda r: kind(r) == "invoke" and world.stub.counts["invoke"] > 0, delayed(1.0))
     batch = iter(world.client().run_batch([{"seconds": 0.0}] + [{"seconds": 60.0}] * 9, 10))
     next(batch)
     batch.close()  # type: ignore[attr-defined]
     time.sleep(1.2)
     assert world.stub.open == {}
+
+
+def test_a_second_interrupt_ends_at_once_and_names_what_may_run(world: World) -> None:
+    world.runtime.on(is_kind("stop"), hang(60.0))
+    script = f"""
+        from agentcore_rl_toolkit import RolloutClient
+        client = RolloutClient({ARN!r}, {BUCKET!r}, "exp", tps_limit=None)
+        batch = client.run_batch([{{"seconds": 60}}] * 3, 3, log_interval=0.2)
+        import threading, time
+        def tell():
+            time.sleep(1.5); print("running", flush=True)
+        threading.Thread(target=tell, daemon=True).start()
+        for _ in batch:
+            pass
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    assert len(world.stub.open) == 3
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.7)
+    assert process.poll() is None  # it waits for the stops
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=5)
+    assert "3 sessions may still run" in errors
+    assert all(session_id in errors for session_id in world.stub.open)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_closing_a_client_stops_what_it_waits_for(world: World) -> None:
+    with world.client() as client:
+        future = client.invoke({"seconds": 60.0})
+    assert world.stub.open == {}
+    with pytest.raises(RolloutCancelled):
+        future.result(timeout=5)
+
+
+def test_a_session_that_is_invoked_twice_has_two_futures(world: World) -> None:
+    client = world.client()
+    session_id = str(uuid.uuid4())
+    first, second = (client.invoke({"seconds": 0.3}, session_id=session_id, input_id="same") for _ in range(2))
+    assert first.result(timeout=10) == second.result(timeout=10)
+    third = client.invoke({"seconds": 60.0}, session_id=str(uuid.uuid4()), input_id="other")
+    fourth = client.invoke({"seconds": 60.0}, session_id=third.session_id, input_id="other")
+    third.cancel()
+    assert not fourth.done()
+    fourth.cancel()
+    assert world.stub.runs == 2
 
 
 # -- limits ---------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import World, answer, is_kind
+from conftest import World, answer, background, is_kind, late, lose_answer, put_proxies
 
-from agentcore_rl_toolkit import BatchItem, Outcome
+from agentcore_rl_toolkit import BatchItem, Outcome, RolloutClient
+from agentcore_rl_toolkit.client import _http
 from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.local import LocalAgentCore, Quotas
 
@@ -177,6 +178,26 @@ def test_a_killed_script_takes_its_sessions_up_again(local: LocalAgentCore, tmp_
     while local.sessions():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("fault", [lose_answer, late(3.0)], ids=["lost", "late"])
+def test_an_unanswered_invoke_is_sent_again_and_the_agent_runs_once(
+    local: LocalAgentCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    monkeypatch.setattr(_http, "_INVOKE_READ_TIMEOUT", 1.0)
+    log = tmp_path / "log"
+    with background() as (stack, call):
+        environment = local.environment()
+        runtime, _ = call(put_proxies(stack, environment))
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        runtime.on(is_kind("invoke"), fault, times=1)
+        with RolloutClient(local.agent_runtime_arn, local.bucket, "unanswered") as client:
+            payload = {"name": "once", "seconds": 3.0, "log": str(log)}
+            [item] = client.run_batch([payload], 1, timeout=30.0)
+    assert item.success
+    assert item.invokes == 2
+    assert log.read_text().splitlines() == ["once"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from conftest import World
 
+from agentcore_rl_toolkit.client._sessions import MOST_CALLS
 from agentcore_rl_toolkit.errors import SetupError
 
 
@@ -21,27 +22,27 @@ def delays(items: list[Any]) -> list[float]:
 
 
 def test_many_pending_results_cost_few_requests_and_no_thread_each(world: World) -> None:
-    payloads = [{"seconds": 1.0 + 2.0 * i / 300} for i in range(300)]
+    payloads = [{"seconds": 2.0 + i / 250} for i in range(500)]
     before, most = threading.active_count(), 0
     items = []
-    for item in world.client().run_batch(payloads, 300):
+    for item in world.client().run_batch(payloads, 500):
         items.append((time.time(), item))
         most = max(most, threading.active_count())
     assert all(item.success for _, item in items)
-    assert most - before < 300
+    assert most - before <= MOST_CALLS + 32 + 1  # the loop's own
     polls = sum(count for name, count in world.stub.counts.items() if name in ("list", "head", "get_miss"))
-    # One loop of HEADs each, at 0.5 s times 1.5: 3 or 4 for each of these.
-    assert polls <= 3.5 * 300 / 20
+    # One loop of HEADs each, at 0.5 s times 1.5: 3 to 5 for each of these.
+    assert polls <= 4 * 500 / 20
     late = delays(items)
-    assert late[150] < 1.5
-    assert late[285] < 3.0
+    assert late[250] < 1.5
+    assert late[475] < 3.0
 
 
 def test_a_hint_brings_the_result_at_once(world: World) -> None:
-    payloads = [{"seconds": 1.0 + i / 100} for i in range(100)]
-    items = [(time.time(), i) for i in world.client(notify_address="http://127.0.0.1:0").run_batch(payloads, 100)]
+    payloads = [{"seconds": 1.0 + i / 20} for i in range(40)]
+    items = [(time.time(), i) for i in world.client(notify_address="http://127.0.0.1:0").run_batch(payloads, 40)]
     assert all(item.success for _, item in items)
-    assert delays(items)[50] < 0.3
+    assert delays(items)[20] < 0.3
     assert world.stub.counts["list"] + world.stub.counts["get_miss"] < 30
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .._arn import parse_arn
-from ..errors import ContractError, InvocationError, RolloutRejected, RolloutTimeout, SetupError
-from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps, result_key
+from ..errors import InvocationError, RolloutTimeout, SetupError
+from ..protocol import result_key
 from ._a2a import A2ARuntime, parse_card
 from ._batch import BatchResult, BatchSettings, Priority
 from ._faults import Fault
 from ._future import RolloutFuture
 from ._http import Runtime, Storage
 from ._limits import Rates, shared_limiter
-from ._loop import run_async, run_sync, soon
+from ._loop import run_async, run_sync
 from ._notify import Listener
 from ._one import Order
+from ._request import check_session_id, encode, read_answer
 from ._sessions import MOST_CALLS, Sessions, Start, pause
 from ._sweep import Pace, Sweeper, Watch
 from ._threads import Threads
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["RolloutClient"]
 
 _TRANSPORTS = {"http": Runtime, "a2a": A2ARuntime}
-_SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _READS = 32  # calls to S3 in flight
 _START_TIMEOUT = 900.0  # seconds, for a start without a limit of its own
 _FETCHES = 6
@@ -92,6 +91,7 @@ class RolloutClient:
         self._sessions = Sessions(self._runtime, self._limiter, max_retry_attempts, max_pool_connections)
         self._storage, self._reads = Storage(arn.region, _READS), Threads(_READS, "agentcore-rl-s3")
         self._sweepers: dict[tuple[str, str], Sweeper] = {}
+        self._futures: weakref.WeakSet[RolloutFuture] = weakref.WeakSet()
         self._listener = Listener(notify_address, self._hint) if notify_address is not None else None
 
     def invoke(
@@ -188,8 +188,11 @@ class RolloutClient:
         return await run_async(self._agent_card())
 
     def close(self) -> None:
-        """Close connections. Sessions that run go on, but the futures of this client get no result any more."""
-        soon(self._close)
+        """Stop the sessions whose results are still waited for, or could be, and close connections.
+
+        Their futures raise ``RolloutCancelled``.
+        """
+        run_sync(self._close())
         self._limiter.leave(self._rates)
 
     def __enter__(self) -> Self:
@@ -204,7 +207,7 @@ class RolloutClient:
 
     async def _start(self, order: Order) -> RolloutFuture:
         """Have the payload accepted by its session; or find its result, where it may have run before."""
-        _check_session_id(order.session_id)
+        check_session_id(order.session_id)
         bucket, key = self.s3_bucket, result_key(self.exp_id, order.input_id, order.session_id)
         notify_url = await self._listener.url() if self._listener else None
         body = await self._reads.run(lambda: self._encode(order, notify_url))
@@ -233,7 +236,8 @@ class RolloutClient:
             watch.result.cancel()
             sweeper, watch = self._watch(bucket, key, order.pace)
         watch.asleep = False
-        return RolloutFuture(
+        start.body = b""  # it may be large, and nobody needs it any more
+        future = RolloutFuture(
             self._sessions,
             sweeper,
             watch,
@@ -242,6 +246,8 @@ class RolloutClient:
             s3_bucket=bucket,
             started=start.sent or time.monotonic(),
         )
+        self._futures.add(future)
+        return future
 
     async def _agent_card(self) -> AgentCard:
         if not isinstance(self._runtime, A2ARuntime):
@@ -258,7 +264,7 @@ class RolloutClient:
         """Start the session; where its result will be."""
         answer = await self._sessions.start(start)
         try:
-            return (bucket, key) if answer is None else _read_answer(answer, start.session_id, (bucket, key))
+            return (bucket, key) if answer is None else read_answer(answer, start.session_id, (bucket, key))
         except BaseException:
             await self._sessions.stop(start.session_id)
             raise
@@ -291,8 +297,6 @@ class RolloutClient:
             sweeper.hint(key)
 
     def _encode(self, order: Order, notify_url: str | None) -> bytes:
-        if not isinstance(order.payload, Mapping):
-            raise ContractError(f"payload: a dict is required, got {type(order.payload).__name__}")
         config = {
             "base_url": self.base_url,
             "model_id": self.model_id,
@@ -303,21 +307,16 @@ class RolloutClient:
             "s3_bucket": self.s3_bucket,
             **order.config,
         }
-        full = {**order.payload, ROLLOUT_FIELD: {name: value for name, value in config.items() if value is not None}}
-        body = dumps(full, "payload").encode("utf-8")
-        RolloutConfig.from_payload(full)  # the agent would refuse it for the same reason, a session later
-        if len(body) > MAX_PAYLOAD_BYTES:
-            raise ContractError(
-                f"payload: {len(body):,} bytes, AgentCore takes at most {MAX_PAYLOAD_BYTES:,}."
-                " Put large inputs into S3 and pass their address"
-            )
-        return body
+        return encode(order.payload, config)
 
-    def _close(self) -> None:
-        if self._listener:
-            self._listener.close()
+    async def _close(self) -> None:
+        waited_for = [future for future in self._futures if not future.done()]
         for sweeper in self._sweepers.values():
             sweeper.close()
+        await asyncio.gather(*(future._stop() for future in waited_for))
+        self._sessions.report_unstopped()
+        if self._listener:
+            self._listener.close()
         for threads in (self._sessions, self._reads, self._runtime, self._storage):
             threads.close()
 
@@ -345,29 +344,3 @@ def _not_started(start: Start, allowed: float) -> RolloutTimeout:
     why = f": {start.last}" if start.last is not None else ""
     text = f"session {start.session_id} did not start within {allowed:g} s{why}"
     return RolloutTimeout(text, session_id=start.session_id)
-
-
-def _check_session_id(session_id: str) -> None:
-    if not 33 <= len(session_id) <= 256:
-        raise ContractError(
-            f"session_id: {len(session_id)} characters, AgentCore takes 33 to 256; str(uuid.uuid4()) has 36"
-        )
-    if not _SESSION_ID.fullmatch(session_id):
-        raise ContractError(f"session_id: {session_id!r} may contain letters, digits, '-' and '_' only")
-
-
-def _read_answer(answer: bytes, session_id: str, default: tuple[str, str]) -> tuple[str, str]:
-    """Where the result will be: bucket and key."""
-    try:
-        data = json.loads(answer)
-        status = data.get("status")
-    except (ValueError, AttributeError):
-        data, status = {}, None
-    if status == "processing":
-        return data.get("s3_bucket") or default[0], data.get("result_key") or default[1]
-    if status == "rejected":
-        raise RolloutRejected(f"the agent rejected the payload: {data.get('error')}", session_id=session_id)
-    raise SetupError(
-        f"the agent answered {answer[:200]!r} instead of {{'status': 'processing'}}:"
-        " is its handler decorated with @app.rollout_entrypoint?"
-    )

@@ -119,7 +119,9 @@ class RolloutFuture:
             settle(self._result, self._was_cancelled())
             raise
         if not self._result.done():
-            text = f"session {self.session_id} has no result after {timeout:.1f} s; its log says what it was doing"
+            text = (
+                f"session {self.session_id} has no result after {self.elapsed():.1f} s; its log says what it was doing"
+            )
             settle(self._result, RolloutTimeout(text, session_id=self.session_id))
         return self._result.result()
 

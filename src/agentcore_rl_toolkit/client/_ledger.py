@@ -121,6 +121,8 @@ class Ledger:
         self._append({"input_id": input_id, **fields})
 
     def _append(self, entry: dict[str, Any]) -> None:
+        if self._file < 0:
+            return  # a second Ctrl-C did not wait for this one's end
         os.write(self._file, json.dumps(entry).encode() + b"\n")
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ Call = Callable[[str, bytes], bytes]
 # An invoke takes as long as the session's start. This many may be on their way; AWS lets 400 sessions a minute start.
 _INVOKES, _STOPS = 256, 64
 MOST_CALLS = _INVOKES + _STOPS
-_STOP_TRIES = 8
+_STOP_TRIES = 6
 _CANCEL_SECONDS = 15.0
 _LAST_WORD = 10.0  # seconds for an invoke that can't be called back
 
@@ -64,8 +64,7 @@ class Start:
 class Sessions:
     """Lives on the background loop. ``attempts``: failed calls of one session that are sent again.
 
-    ``running``: sessions that have been started and not stopped. ``unstopped``: those that could not be stopped and
-    may still run, with the reason.
+    ``unstopped``: sessions that could not be stopped and may still run, with the reason.
     """
 
     def __init__(self, runtime: Runtime, limiter: Limiter, attempts: int, in_flight: int) -> None:
@@ -78,7 +77,6 @@ class Sessions:
         self._served = False
         """Whether any session was ever started."""
         self._stopping: dict[str, asyncio.Task[bool]] = {}
-        self.running: set[str] = set()
         self.unstopped: dict[str, str] = {}
 
     def close(self) -> None:
@@ -116,7 +114,6 @@ class Sessions:
                 start.last, fault = error, self._fault(error)
             else:
                 self._reached = self._served = start.may_run = True
-                self.running.add(start.session_id)
                 return answer
             logger.info("invoke of session %s, try %d: %s", start.session_id, start.invokes, start.last)
             if fault not in _NOT_NOW:
@@ -192,7 +189,6 @@ class Sessions:
 
     async def _stop_call(self, session_id: str) -> Fault | None:
         """StopRuntimeSession within the rate limit: None if it is stopped, or what was wrong in the end."""
-        self.running.add(session_id)
         call = functools.partial(self._runtime.stop, session_id)
         for attempt in range(1, _STOP_TRIES + 1):
             await self._limiter.turn(new_session=False, priority=FIRST)
@@ -202,7 +198,6 @@ class Sessions:
             except Exception as error:  # noqa: BLE001 - sorted by its fault; it may not hide the rollout's outcome
                 fault, reason = self._fault(error), str(error)
             if fault in (None, Fault.GONE):
-                self.running.discard(session_id)
                 self.unstopped.pop(session_id, None)
                 return fault
             logger.info("stop of session %s, try %d: %s", session_id, attempt, reason)
@@ -230,7 +225,6 @@ class Sessions:
             await self._stop_call(start.session_id)
 
     def _give_up(self, session_id: str, reason: str) -> None:
-        self.running.discard(session_id)
         self.unstopped[session_id] = reason
 
     def report_unstopped(self, also: set[str] | frozenset[str] = frozenset()) -> None:

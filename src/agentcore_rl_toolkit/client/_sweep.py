@@ -13,7 +13,8 @@ import json
 import logging
 import time
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ..errors import InvocationError, RolloutCancelled
@@ -71,7 +72,7 @@ class Watch:
     failures: int = 0
     corrupt: int = 0
     not_before: float = 0.0
-    looked: int = field(default=0)
+    looked: int = 0
     """The sweep that looked for it last, by GET."""
 
 
@@ -82,6 +83,8 @@ class Sweeper:
         self._storage, self._threads = storage, threads
         self._bucket, self._prefix = bucket, prefix
         self._watches: dict[str, Watch] = {}
+        self._behind: dict[str, list[Watch]] = {}
+        """Further watches of a key, whose session was invoked again: they follow when the first is done."""
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._fetches: set[asyncio.Task[bool]] = set()
@@ -96,15 +99,23 @@ class Sweeper:
     def watch(self, key: str, pace: Pace) -> Watch:
         """Watch for a key. Settling or cancelling the future ends it."""
         watch = Watch(key, pace, asyncio.get_running_loop().create_future())
-        self._watches[key] = watch
+        if self._watches.setdefault(key, watch) is not watch:
+            self._behind.setdefault(key, []).append(watch)
         watch.result.add_done_callback(lambda _: self._forget(watch))
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         return watch
 
     def _forget(self, watch: Watch) -> None:
-        if self._watches.get(watch.key) is watch:
+        behind = self._behind.get(watch.key, [])
+        if watch in behind:
+            behind.remove(watch)
+        elif self._watches.get(watch.key) is watch:
             del self._watches[watch.key]
+            if behind:
+                self._watches[watch.key] = behind.pop(0)
+        if not behind:
+            self._behind.pop(watch.key, None)
         if not self._watches:
             self._wake.set()
 
@@ -122,7 +133,7 @@ class Sweeper:
 
     def close(self) -> None:
         """Nobody will get a result any more."""
-        for watch in list(self._watches.values()):
+        for watch in [*self._watches.values(), *chain.from_iterable(self._behind.values())]:
             settle(watch.result, RolloutCancelled("the client was closed"))
 
     # -- sweeping --------------------------------------------------------------------------------------------
@@ -138,7 +149,10 @@ class Sweeper:
             await self._sleep(delay)
             if self._watches:
                 self._number += 1
-                await self._sweep()
+                try:
+                    await self._sweep()
+                except Exception:
+                    logger.exception("a sweep of s3://%s/%s failed", self._bucket, self._prefix)
         self._task = None
 
     async def _sleep(self, seconds: float) -> None:
@@ -178,7 +192,7 @@ class Sweeper:
                     watch.seen = watch.seen or time.monotonic()
                     if not watch.calls:
                         self._fetch(watch)
-            if not page.truncated:
+            if not (page.truncated and page.keys):
                 return []
             start, position = position, bisect_right(keys, page.keys[-1])
             if position - start < _FEW:  # a page for so few: a finished crowd lies around them

@@ -1,0 +1,56 @@
+"""What a session is told, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ContractError, RolloutRejected, SetupError
+from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps
+
+__all__ = ["check_session_id", "encode", "read_answer"]
+
+_SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def encode(payload: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
+    """The request's body: the payload with ``_rollout``. Raises ``ContractError`` for what the agent would refuse."""
+    if not isinstance(payload, Mapping):
+        raise ContractError(f"payload: a dict is required, got {type(payload).__name__}")
+    full = {**payload, ROLLOUT_FIELD: {name: value for name, value in config.items() if value is not None}}
+    body = dumps(full, "payload").encode("utf-8")
+    RolloutConfig.from_payload(full)
+    if len(body) > MAX_PAYLOAD_BYTES:
+        raise ContractError(
+            f"payload: {len(body):,} bytes, AgentCore takes at most {MAX_PAYLOAD_BYTES:,}."
+            " Put large inputs into S3 and pass their address"
+        )
+    return body
+
+
+def check_session_id(session_id: str) -> None:
+    if not 33 <= len(session_id) <= 256:
+        raise ContractError(
+            f"session_id: {len(session_id)} characters, AgentCore takes 33 to 256; str(uuid.uuid4()) has 36"
+        )
+    if not _SESSION_ID.fullmatch(session_id):
+        raise ContractError(f"session_id: {session_id!r} may contain letters, digits, '-' and '_' only")
+
+
+def read_answer(answer: bytes, session_id: str, default: tuple[str, str]) -> tuple[str, str]:
+    """Where the result will be: bucket and key."""
+    try:
+        data = json.loads(answer)
+        status = data.get("status")
+    except (ValueError, AttributeError):
+        data, status = {}, None
+    if status == "processing":
+        return data.get("s3_bucket") or default[0], data.get("result_key") or default[1]
+    if status == "rejected":
+        raise RolloutRejected(f"the agent rejected the payload: {data.get('error')}", session_id=session_id)
+    raise SetupError(
+        f"the agent answered {answer[:200]!r} instead of {{'status': 'processing'}}:"
+        " is its handler decorated with @app.rollout_entrypoint?"
+    )
