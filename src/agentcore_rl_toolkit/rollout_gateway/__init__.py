@@ -10,10 +10,13 @@ from ..errors import require
 if TYPE_CHECKING:
     from .gateway import RolloutGateway as RolloutGateway
     from .render.hf import HfTemplateRenderer as HfTemplateRenderer
+    from .sampling import ChatBackend as ChatBackend
+    from .sampling import ChatChunk as ChatChunk
     from .sampling import SamplingBackend as SamplingBackend
     from .sampling import TokenChunk as TokenChunk
     from .sampling import TurnRecord as TurnRecord
     from .sampling._http import Timeouts as Timeouts
+    from .sampling.chat import ChatProxyBackend as ChatProxyBackend
     from .sampling.llamacpp import LlamaCppBackend as LlamaCppBackend
     from .sampling.router import ReplicaRouter as ReplicaRouter
     from .sampling.sglang import SglangBackend as SglangBackend
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from .traces.record import TraceRecord as TraceRecord
 
 _PUBLIC = {
+    "ChatBackend": ("sampling", None),
+    "ChatChunk": ("sampling", None),
+    "ChatProxyBackend": ("sampling.chat", "aiohttp"),
     "HfTemplateRenderer": ("render.hf", "tokenizers"),
     "LlamaCppBackend": ("sampling.llamacpp", "aiohttp"),
     "ReplicaRouter": ("sampling.router", None),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..errors import ContextLengthExceeded, EngineError, GatewayError
 from .completions import PlainText
@@ -30,11 +31,17 @@ DEFAULT_MAX_TOKENS = 4096
 """Limit of an answer for which nobody named one: engines' own defaults (16, 256, …) cut answers silently."""
 
 
+class CallIds(Protocol):
+    """A renderer, or what stands for one."""
+
+    def call_id(self, parsed_id: str | None, number: int) -> str: ...
+
+
 @dataclass(slots=True)
 class CallIdBook:
     """The ids of one answer's tool calls: asked for while streaming, and again when the answer is kept."""
 
-    renderer: Renderer
+    renderer: CallIds
     ids: list[str] = field(default_factory=list)
 
     def __call__(self, index: int, parsed_id: str | None) -> str:
@@ -83,11 +90,23 @@ class _Output:
             )
 
 
-class Answers:
-    """Samples answers with one engine and reads them with one renderer. ``inexact``: see :class:`RolloutGateway`."""
+class Answers(ABC):
+    """Samples answers; subclasses know what kind of engine does. ``stop_token_ids``: sent with every request.
+    ``inexact``: see :class:`RolloutGateway`."""
 
-    def __init__(self, backend: SamplingBackend, renderer: Renderer, inexact: Inexact) -> None:
-        self._backend, self._renderer, self._inexact = backend, renderer, inexact
+    def __init__(self, backend: object, stop_token_ids: Sequence[int], inexact: Inexact) -> None:
+        self._engine, self._stop_token_ids, self._inexact = backend, stop_token_ids, inexact
+
+    @abstractmethod
+    def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed: ...
+
+    @abstractmethod
+    def _pieces(self, session: Session, prompt: Prompt, params: dict[str, Any]) -> AsyncGenerator[TurnRecord]:
+        """The engine's answer in one or more pieces. Closing the iterator aborts the engine."""
+
+    @abstractmethod
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        """Token ids to text, for a thread."""
 
     async def sample(
         self, session: Session, prompt: Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
@@ -97,7 +116,7 @@ class Answers:
         exact = self._check_exactness(session, params)
         parser = self._parser(prompt, params)
         output = _Output()
-        async with aclosing(self._engine(prompt.ids, params, session.session_id)) as records:
+        async with aclosing(self._checked(self._pieces(session, prompt, params))) as records:
             async for record in records:
                 output.add(record)
                 deltas = parser.feed(record.output_ids)
@@ -128,65 +147,39 @@ class Answers:
             tree.tools_keys.add(tools_key(request.tools))
         session.sampled_tokens += len(output_ids)
 
-    def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
-        request = prompt.request
-        parser: OutputParser
-        if request.prompt is not None:
-            parser = PlainText(self._renderer)
-        else:
-            asked = prompt.ids[: -prompt.begun] if prompt.begun else prompt.ids
-            parser = self._renderer.parser(prompt_ids=asked, tools=request.tools)
-            if prompt.begun:
-                parser = Continued(parser, prompt.ids[-prompt.begun :], prompt.place.prefill)
-        return Trimmed(parser, params.get("stop") or (), one_call=request.one_call)
-
-    async def _engine(
-        self, prompt_ids: list[int], params: dict[str, Any], session_id: str
-    ) -> AsyncGenerator[TurnRecord]:
-        """The engine's answer in one or more pieces. Closing the iterator aborts the engine."""
-        request: dict[str, Any] = {
-            "prompt_ids": prompt_ids,
-            "sampling_params": dict(params),
-            "session_id": session_id,
-        }
+    async def _checked(self, records: AsyncGenerator[TurnRecord]) -> AsyncGenerator[TurnRecord]:
+        """The same, but what goes wrong is a ``GatewayError``."""
         try:
-            stream = getattr(self._backend, "stream", None)
-            if stream is None:
-                yield await self._backend.generate(**request)
-                return
-            async with aclosing(stream(**request)) as chunks:
-                async for chunk in chunks:
-                    yield TurnRecord(
-                        prompt_ids=prompt_ids,
-                        output_ids=chunk.output_ids,
-                        output_log_probs=chunk.output_log_probs,
-                        finish_reason=chunk.finish_reason or "",
-                        policy_version=chunk.policy_version,
-                        extra=chunk.extra,
-                    )
+            async with aclosing(records):
+                async for record in records:
+                    yield record
         except EngineError as error:
-            status = 503 if error.retry_after is not None else 502
-            raise GatewayError(status, f"the engine failed: {error}", kind="engine_error") from error
+            raise self._told(error) from error
         except Exception as error:
             logger.exception("the engine raised")
             raise GatewayError(
                 502, f"the engine raised {type(error).__name__}; see the gateway's log", kind="engine_error"
             ) from error
 
+    def _told(self, error: EngineError) -> GatewayError:
+        """What a client is told of an engine's error."""
+        status = 503 if error.retry_after is not None else 502
+        return GatewayError(status, f"the engine failed: {error}", kind="engine_error")
+
     def _params(self, session: Session, prompt: Prompt) -> dict[str, Any]:
         """The effective sampling parameters: defaults < request < overrides, and a limit that fits the window."""
         params = {**session.sampling_defaults, **prompt.request.sampling, **session.sampling_overrides}
-        params["stop_token_ids"] = sorted({*self._renderer.stop_token_ids, *params.get("stop_token_ids", ())})
+        params["stop_token_ids"] = sorted({*self._stop_token_ids, *params.get("stop_token_ids", ())})
         limit = params.get("max_tokens") or params.get("max_new_tokens") or 0
         window = session.max_context_tokens
         if window:
-            room = window - len(prompt.ids)
+            room = window - prompt.length
             if room < session.min_response_tokens:
-                raise ContextLengthExceeded(len(prompt.ids), window, session.min_response_tokens)
+                raise ContextLengthExceeded(prompt.length, window, session.min_response_tokens)
             limit = min(limit or room, room)
         params["max_tokens"] = params["max_new_tokens"] = limit or DEFAULT_MAX_TOKENS
         if prompt.request.top_logprobs:
-            if not getattr(self._backend, "top_logprobs", False):
+            if not getattr(self._engine, "top_logprobs", False):
                 problem = "top_logprobs: this engine gives the logprob of the sampled token only"
                 raise GatewayError(400, problem, kind="invalid_request_error", param="top_logprobs")
             params["top_logprobs"] = prompt.request.top_logprobs
@@ -203,6 +196,50 @@ class Answers:
         if session.not_warned_of(["inexact logprobs"]):
             logger.warning("session %s: inexact logprobs with %s", session.session_id, told)
         return False
+
+
+class TokenAnswers(Answers):
+    """Answers of a token-in/token-out engine, read with a renderer."""
+
+    def __init__(self, backend: SamplingBackend, renderer: Renderer, inexact: Inexact) -> None:
+        super().__init__(backend, renderer.stop_token_ids, inexact)
+        self._backend, self._renderer = backend, renderer
+
+    def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
+        request = prompt.request
+        parser: OutputParser
+        if request.prompt is not None:
+            parser = PlainText(self._renderer)
+        else:
+            asked = prompt.ids[: -prompt.begun] if prompt.begun else prompt.ids
+            parser = self._renderer.parser(prompt_ids=asked, tools=request.tools)
+            if prompt.begun:
+                parser = Continued(parser, prompt.ids[-prompt.begun :], prompt.place.prefill)
+        return Trimmed(parser, params.get("stop") or (), one_call=request.one_call)
+
+    async def _pieces(self, session: Session, prompt: Prompt, params: dict[str, Any]) -> AsyncGenerator[TurnRecord]:
+        request: dict[str, Any] = {
+            "prompt_ids": prompt.ids,
+            "sampling_params": dict(params),
+            "session_id": session.session_id,
+        }
+        stream = getattr(self._backend, "stream", None)
+        if stream is None:
+            yield await self._backend.generate(**request)
+            return
+        async with aclosing(stream(**request)) as chunks:
+            async for chunk in chunks:
+                yield TurnRecord(
+                    prompt_ids=prompt.ids,
+                    output_ids=chunk.output_ids,
+                    output_log_probs=chunk.output_log_probs,
+                    finish_reason=chunk.finish_reason or "",
+                    policy_version=chunk.policy_version,
+                    extra=chunk.extra,
+                )
+
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        return self._renderer.decode
 
 
 def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _Output, *, trimmed: bool) -> Turn:

@@ -3,7 +3,8 @@
 ``retry``: the same messages once more. ``branch``: another continuation of an answer that was continued already.
 ``new_conversation``: nothing of the session's answers is in it (a sub-agent). ``tools_changed``: the same history under
 other tools. ``compacted``: the history was shortened, by leaving out its beginning or by a summary the model wrote.
-``edited``: the history holds answers that nobody gave here. The renderer adds reasons of its own, see
+``edited``: the history holds answers that nobody gave here. ``rendered_differently``: an engine that renders chats
+itself (:mod:`.proxied`) gave what it had sampled back in other tokens. The renderer adds reasons of its own, see
 :class:`.render.base.Fork`.
 """
 

@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from ..errors import GatewayError
-from .answers import Answers, CallIdBook, Inexact, OnDeltas, replay
+from .answers import Answers, CallIdBook, Inexact, OnDeltas, TokenAnswers, replay
 from .prompts import History, Prompt, Prompts
+from .proxied import ChatAnswers, ChatPrompts, Vocabulary
 from .render.base import Renderer
-from .sampling import SamplingBackend
+from .sampling import ChatBackend, SamplingBackend
 from .sessions import Session, SessionStore
 from .traces import Status, TraceRecord, Turn, linearize
 from .wires import WireRequest
@@ -25,7 +26,8 @@ from .wires import WireRequest
 class RolloutGateway:
     """A chat API in front of a token-in/token-out engine that records every sampled token.
 
-    ``backend``: the engine. ``renderer``: messages to token ids and back. ``history``: ``"preserve"`` (earlier content
+    ``backend``: the engine. ``renderer``: messages to token ids and back; None where the engine does that itself
+    (:class:`ChatProxyBackend`). ``history``: ``"preserve"`` (earlier content
     stays as the model saw it, one linear conversation is one row) or ``"template"`` (the messages as sent, rendered
     by the template, decide what stays; the row forks where that removes something). ``model``: the name listed under
     ``/v1/models``. ``base_url``: address the sessions' URLs begin with; a server that starts the gateway sets it.
@@ -38,8 +40,8 @@ class RolloutGateway:
     def __init__(
         self,
         *,
-        backend: SamplingBackend,
-        renderer: Renderer,
+        backend: SamplingBackend | ChatBackend,
+        renderer: Renderer | None = None,
         history: History = "preserve",
         model: str = "policy",
         base_url: str = "",
@@ -51,11 +53,21 @@ class RolloutGateway:
         _one_of("history", history, get_args(History))
         _one_of("abandoned", abandoned, ("mask", "train"))
         _one_of("inexact", inexact, get_args(Inexact))
-        self.backend, self.renderer, self.history, self.model = backend, renderer, history, model
+        self.backend, self.history, self.model = backend, history, model
         self.base_url = base_url.rstrip("/")
         self._defaults, self._overrides = sampling_defaults or {}, sampling_overrides or {}
         self._abandoned = abandoned
-        self._prompts, self._answers = Prompts(renderer, history), Answers(backend, renderer, inexact)
+        self.renderer: Renderer | Vocabulary
+        self._prompts: Prompts | ChatPrompts
+        self._answers: Answers
+        if renderer is not None and isinstance(backend, SamplingBackend):
+            self.renderer = renderer
+            self._prompts, self._answers = Prompts(renderer, history), TokenAnswers(backend, renderer, inexact)
+        elif renderer is None and isinstance(backend, ChatBackend):
+            self._prompts, self._answers = ChatPrompts(backend, history), ChatAnswers(backend, inexact)
+            self.renderer = self._answers.vocabulary
+        else:
+            raise ValueError("renderer: required by an engine that takes tokens; left out for one that takes chats")
         self.sessions = SessionStore()
 
     # -- sessions ----------------------------------------------------------------------------------------
@@ -116,7 +128,7 @@ class RolloutGateway:
             rollout_id=session.session_id,
             reward=reward,
             metadata={**(metadata or {}), "history": self.history},
-            decode=self.renderer.decode,
+            decode=self._answers.decoder(),
             abandoned=self._abandoned,
             turn_rewards=turn_rewards,
         )
@@ -150,13 +162,15 @@ class RolloutGateway:
         ``GatewayError``.
         """
         prompt = await self._prompts.make(session.tree, request)
-        if on_prompt:
-            on_prompt(len(prompt.ids))
         if retry and (earlier := await _earlier_answers(session, prompt)):
+            if on_prompt:
+                on_prompt(len(earlier[0].tokens()) - earlier[0].sampled_tokens)
             if on_deltas:
                 for choice, turn in enumerate(earlier):
                     await on_deltas(replay(turn), choice)
             return earlier
+        if on_prompt:
+            prompt.tell_length(on_prompt)
         _check_budget(session, request.n)
         if request.n == 1:
             return [await self._take_turn(session, prompt, 0, call_ids[0], on_deltas)]
@@ -204,7 +218,7 @@ class RolloutGateway:
 
     async def count_tokens(self, session: Session, request: WireRequest) -> int:
         """The length of the prompt that a request would give. Nothing is sampled or kept. Raises ``GatewayError``."""
-        return len((await self._prompts.make(session.tree, request)).ids)
+        return await self._prompts.count(session.tree, request)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------

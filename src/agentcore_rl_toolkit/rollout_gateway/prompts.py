@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +53,14 @@ class Prompt:
     divergence: str | None = None
     begun: int = 0
 
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    def tell_length(self, listener: Callable[[int], None]) -> None:
+        """Call ``listener`` with the prompt's length as soon as that is known."""
+        listener(self.length)
+
 
 class Prompts:
     """Makes prompts: renders what is new, or everything where the held tokens can't be extended."""
@@ -89,6 +97,10 @@ class Prompts:
         return len(new_ids) - next(
             (i for i, (a, b) in enumerate(zip(new_ids, asked, strict=False)) if a != b), len(asked)
         )
+
+    async def count(self, tree: TokenTree, request: WireRequest) -> int:
+        """The prompt's length in tokens. Raises ``GatewayError``."""
+        return (await self.make(tree, request)).length
 
     def _locate(self, tree: TokenTree, request: WireRequest) -> Place:
         place = locate(tree, request)
@@ -145,11 +157,11 @@ def locate(tree: TokenTree, request: WireRequest) -> Place:
             replayed = answer == tip.answer or chain([answer], (), start=tip.base_key)[0] == tip.key
             if new and replayed and (turn := tree.twin(tip, answer)):
                 key = chain(new, (), start=turn.key)[-1]
-                return Place(turn, _with_own_ids(new, answer, turn), key, turn.depth + len(new), base=key)
+                return Place(turn, with_own_ids(new, answer, turn), key, turn.depth + len(new), base=key)
     messages = request.decode_messages(0)
     keys = chain(messages, request.tools)
     parent = tree.match(messages, keys)
-    new = _with_own_ids(messages[parent.depth :], messages[parent.depth - 1], parent) if parent else messages
+    new = with_own_ids(messages[parent.depth :], messages[parent.depth - 1], parent) if parent else messages
     return Place(parent, new or messages[-1:], keys[-1], len(messages), base=keys[-1])
 
 
@@ -170,14 +182,14 @@ def prefilled(tree: TokenTree, request: WireRequest, stops: Sequence[int]) -> Pl
         problem = "an assistant's message at the end is continued without its reasoning: leave that out"
         raise GatewayError(400, f"{name}: {problem}", kind="invalid_request_error", param=request.list_name)
     parent = tree.match(before, keys[:-1])
-    new = _with_own_ids(before[parent.depth :], messages[parent.depth - 1], parent) if parent else before
+    new = with_own_ids(before[parent.depth :], messages[parent.depth - 1], parent) if parent else before
     if not new:
         problem = "two messages of the assistant follow each other; merge them to have them continued"
         raise GatewayError(400, f"{name}: {problem}", kind="invalid_request_error", param=request.list_name)
     return Place(parent, new, keys[-1], len(before), last["content"], base)
 
 
-def _with_own_ids(new: list[Message], replayed: Message, turn: Turn) -> list[Message]:
+def with_own_ids(new: list[Message], replayed: Message, turn: Turn) -> list[Message]:
     """``new`` with its results named after the sampled calls, where the client gave the calls ids of its own."""
     own = {
         call["id"]: call_id

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang share: checks of every piece of an answer, and of what the server calls a logprob."""
+"""What engines behind HTTP share: checks of every piece of an answer, and of what the server calls a logprob."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ...errors import EngineError, SetupError
 from ._http import RETRY_AFTER, HttpEngine, StatusError
-from .base import TokenChunk, TurnRecord, collect
+from .base import ChatChunk, TokenChunk, TurnRecord, collect
 
 logger = logging.getLogger(__name__)
+
+Piece = TypeVar("Piece", bound=TokenChunk)
 
 NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
@@ -36,13 +38,13 @@ _PROBE = (1, 2, 3, 4)
 _PROBED = 64
 
 
-class TokenServer(HttpEngine):
-    """A token-in/token-out server behind HTTP; the subclass knows its wire.
+class CheckedServer(HttpEngine):
+    """A server whose tokens and logprobs are checked; the subclass knows its wire.
 
     ``policy_version``: the version of the weights, for servers that do not say it themselves; set it when you have
     changed them. ``adapter``: LoRA adapter to sample with unless ``sampling_params["adapter"]`` names one.
-    ``routed_experts``: ask for the experts each token went through (``extra["routed_experts"]``). ``data_parallel``:
-    number of data-parallel ranks; a session's turns then go to one and the same, where their prefix is cached.
+    ``data_parallel``: number of data-parallel ranks; a session's turns then go to one and the same, where their prefix
+    is cached.
     """
 
     unscaled_logprobs: str
@@ -54,56 +56,35 @@ class TokenServer(HttpEngine):
         *,
         policy_version: int | None = None,
         adapter: str | None = None,
-        routed_experts: bool = False,
         data_parallel: int = 1,
         **options: Any,
     ) -> None:
         super().__init__(base_url, **options)
-        self.policy_version, self.adapter, self.routed_experts = policy_version, adapter, routed_experts
+        self.policy_version, self.adapter = policy_version, adapter
         self.data_parallel = data_parallel
         self._scaled: bool | None = None
         self._verified = False
         self._verifying: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = WeakKeyDictionary()
 
-    # -- the seam ----------------------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        *,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        session_id: str | None = None,
-        **media: Any,
-    ) -> TurnRecord:
-        """One answer. Raises ``EngineError``."""
-        request: dict[str, Any] = {"sampling_params": sampling_params, "session_id": session_id, **media}
-        async with aclosing(self.stream(prompt_ids=prompt_ids, **request)) as chunks:
-            return await collect(chunks, prompt_ids)
-
-    async def stream(
-        self,
-        *,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        session_id: str | None = None,
-        **media: Any,
-    ) -> AsyncGenerator[TokenChunk]:
-        """One answer while it is sampled. Raises ``EngineError``."""
-        await self._usable(prompt_ids, sampling_params)
-        count, final = 0, None
-        async with aclosing(self._pieces(prompt_ids, sampling_params, session_id, media)) as pieces:
+    async def _checked(self, pieces: AsyncGenerator[Piece], max_tokens: int) -> AsyncGenerator[Piece]:
+        """The same pieces, each of them and all together as an engine must answer."""
+        count = 0
+        final: Piece | None = None
+        async with aclosing(pieces):
             async for piece in pieces:
                 if final is not None:
                     raise EngineError(f"{self.base_url} went on after the end of its answer")
                 self._check(piece)
                 count += len(piece.output_ids)
-                if count > sampling_params["max_tokens"]:
+                if count > max_tokens:
                     raise EngineError(f"{self.base_url} sampled {count} tokens, max_tokens was less")
                 if piece.policy_version is None:
                     piece.policy_version = self.policy_version
                 if piece.finish_reason is not None:
                     final = piece  # told when the server's answer is at its end: then its connection is free again
-                elif piece.output_ids:
+                elif piece.output_ids or isinstance(piece, ChatChunk):
                     yield piece
         if final is None:
             raise EngineError(f"{self.base_url} broke its answer off after {count} tokens", retry_after=RETRY_AFTER)
@@ -112,13 +93,7 @@ class TokenServer(HttpEngine):
         yield final
 
     @abstractmethod
-    def _pieces(
-        self, prompt_ids: list[int], params: Mapping[str, Any], session_id: str | None, media: Mapping[str, Any]
-    ) -> AsyncGenerator[TokenChunk]:
-        """The answer as the server gives it; the finish reason in the server's words."""
-
-    @abstractmethod
-    async def _top_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> dict[int, float]:
+    async def _top_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> Mapping[Any, float]:
         """The most likely next tokens and what the server says their logprobs are."""
 
     def _check(self, piece: TokenChunk) -> None:
@@ -196,7 +171,52 @@ class TokenServer(HttpEngine):
         return digest.hex(), rank
 
 
-def _halved(plain: Mapping[int, float], scaled: Mapping[int, float]) -> bool | None:
+class TokenServer(CheckedServer):
+    """A token-in/token-out server behind HTTP; the subclass knows its wire.
+
+    ``routed_experts``: ask for the experts each token went through (``extra["routed_experts"]``).
+    """
+
+    def __init__(self, base_url: str, *, routed_experts: bool = False, **options: Any) -> None:
+        super().__init__(base_url, **options)
+        self.routed_experts = routed_experts
+
+    async def generate(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        **media: Any,
+    ) -> TurnRecord:
+        """One answer. Raises ``EngineError``."""
+        request: dict[str, Any] = {"sampling_params": sampling_params, "session_id": session_id, **media}
+        async with aclosing(self.stream(prompt_ids=prompt_ids, **request)) as chunks:
+            return await collect(chunks, prompt_ids)
+
+    async def stream(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        **media: Any,
+    ) -> AsyncGenerator[TokenChunk]:
+        """One answer while it is sampled. Raises ``EngineError``."""
+        await self._usable(prompt_ids, sampling_params)
+        pieces = self._pieces(prompt_ids, sampling_params, session_id, media)
+        async with aclosing(self._checked(pieces, sampling_params["max_tokens"])) as checked:
+            async for piece in checked:
+                yield piece
+
+    @abstractmethod
+    def _pieces(
+        self, prompt_ids: list[int], params: Mapping[str, Any], session_id: str | None, media: Mapping[str, Any]
+    ) -> AsyncGenerator[TokenChunk]:
+        """The answer as the server gives it; the finish reason in the server's words."""
+
+
+def _halved(plain: Mapping[Any, float], scaled: Mapping[Any, float]) -> bool | None:
     """Whether temperature 2 halves the distances between logprobs, as it must; a normaliser does not touch them."""
     common = [i for i in plain if i in scaled and min(plain[i], scaled[i]) > _NO_LOGPROB]
     before, after = [plain[i] for i in common], [scaled[i] for i in common]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 from ...errors import EngineError
+from ..messages import Message, Tool
+from ..parsed import Delta
 
 
 class SamplingParams(TypedDict, total=False):
@@ -72,6 +74,18 @@ class TokenChunk:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class ChatChunk(TokenChunk):
+    """Some tokens of a chat engine's answer, and what the engine reads in them.
+
+    ``prompt_ids``: the tokens the engine was conditioned on; in the first chunk that has any tokens, or before it.
+    ``deltas``: what is new of the message. ``extra["texts"]``: the text of tokens by their id.
+    """
+
+    prompt_ids: list[int] | None = None
+    deltas: list[Delta] = field(default_factory=list)
+
+
 @runtime_checkable
 class SamplingBackend(Protocol):
     """A token-in/token-out engine. Implement :meth:`generate`; add ``stream`` to stream for real.
@@ -105,6 +119,39 @@ class StreamingBackend(SamplingBackend, Protocol):
         session_id: str | None = None,
         **media: Any,
     ) -> AsyncIterator[TokenChunk]: ...
+
+
+@runtime_checkable
+class ChatBackend(Protocol):
+    """An engine that renders and parses by itself: messages in, token ids with their logprobs and deltas out.
+
+    ``messages``: canonical (:mod:`..messages`); where the last one is the assistant's, the answer goes on from it.
+    ``tools``: OpenAI schemas. ``variables``: chat template variables. ``top_logprobs`` as for a
+    :class:`SamplingBackend`.
+    """
+
+    def chat(
+        self,
+        *,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        sampling_params: dict[str, Any],
+        variables: Mapping[str, Any],
+        session_id: str | None = None,
+    ) -> AsyncGenerator[ChatChunk]:
+        """One answer, in one or more chunks; the last one has the finish reason. ``aclose()`` aborts it. Raises
+        ``EngineError``."""
+        ...
+
+    async def count_tokens(
+        self, *, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]
+    ) -> int:
+        """The length of the prompt that these would give. Raises ``EngineError``."""
+        ...
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens spelled out. Raises ``EngineError``."""
+        ...
 
 
 async def collect(chunks: AsyncIterator[TokenChunk], prompt_ids: list[int]) -> TurnRecord:
