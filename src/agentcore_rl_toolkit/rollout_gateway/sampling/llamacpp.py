@@ -189,10 +189,8 @@ class LlamaCppBackend(TokenServer):
 
     async def _top_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> dict[int, float]:
         sampling = self._sampling({"temperature": temperature})
-        letter = [[await self._any_letter(), 1e6]]  # before temperature 1 only: there the bias is left out
-        bias = {} if sampling["post_sampling_probs"] else {"logit_bias": letter}
-        body = {**sampling, **bias, "prompt": list(prompt_ids), "n_predict": 1, "n_probs": 5}
-        for entry in (await self.post_json("/completion", body))["completion_probabilities"]:
+        body = {**sampling, "prompt": list(prompt_ids), "n_predict": 1, "n_probs": 5}
+        for entry in (await self.post_json("/completion", body)).get("completion_probabilities") or ():
             if "top_probs" in entry:
                 return {top["id"]: math.log(top["prob"]) for top in entry["top_probs"] if top["prob"] > 0}
             return {top["id"]: top["logprob"] for top in entry["top_logprobs"]}

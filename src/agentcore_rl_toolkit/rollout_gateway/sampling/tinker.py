@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ...errors import EngineError, require
+from ...errors import EngineError, SetupError, require
 from ._http import RETRY_AFTER
 from .base import TurnRecord
 
@@ -66,7 +66,7 @@ class TinkerBackend:
         """A backend for a base model, or for weights saved at ``model_path`` (``tinker://…``).
 
         ``base_url``, ``api_key``: else from ``TINKER_BASE_URL`` and ``TINKER_API_KEY``. ``options``: of the
-        constructor. Raises ``EngineError`` if the service can't be reached or refuses.
+        constructor. Raises ``SetupError`` if the service refuses (key, model), ``EngineError`` if it can't be reached.
         """
         tinker = require("tinker", "tinker-api")
         named = {"base_url": base_url, "api_key": api_key}
@@ -79,7 +79,8 @@ class TinkerBackend:
         try:
             client = await finished(await asyncio.to_thread(open_client))
         except tinker.TinkerError as error:
-            raise _engine_error(tinker, error) from error
+            failed = _engine_error(tinker, error)
+            raise (failed if failed.retry_after is not None else SetupError(str(failed))) from error
         return cls(client, **options)
 
     def update(self, client: Any, policy_version: int | None = None) -> None:
