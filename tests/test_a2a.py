@@ -279,7 +279,8 @@ async def test_a_rollout_is_a_task_that_ends_with_the_result(session: str, local
     events = []
     async for event in talk(session, message, streaming=True):
         if not events:
-            ping = await httpx.AsyncClient().get(f"{session}/ping")
+            async with httpx.AsyncClient() as http:
+                ping = await http.get(f"{session}/ping")
             assert ping.json()["status"] == "HealthyBusy"
         events.append(event)
     answer = json.loads(get_message_text(events[0].task.status.message))

@@ -15,11 +15,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bedrock_agentcore.runtime import BedrockAgentCoreContext
-
 from ._handler import Did, daemon, describe, in_thread
-from ._redact import Redactor, environment_secrets, find_secrets
+from ._redact import Redactor
 from ._results import ResultStore
+from ._secrets import Secrets, unwrap
 from .errors import Outcome
 from .protocol import (
     ADDRESS_FIELDS,
@@ -29,7 +28,6 @@ from .protocol import (
     dumps,
     error_result,
     success_result,
-    to_jsonable,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ class Run:
     config: RolloutConfig
     key: str
     payload: Mapping[str, Any]
-    secrets: _Secrets
+    secrets: Secrets
     max_bytes: int
     stored: Any = None
     """The payload as it goes into the result, None if it does not."""
@@ -164,7 +162,7 @@ class RolloutRunner:
         except ContractError as error:
             return self._reject(payload, context, session_id, str(error))
         if config is None:
-            return Begun(_unwrap(await calls.direct(payload, context), payload, context), direct=True)
+            return Begun(unwrap(await calls.direct(payload, context), payload, context), direct=True)
         answer = {"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key}
         run = self._new(config, key, payload, context)
         # An invoke is retried by SDKs, proxies and trainers: the agent still runs once.
@@ -187,7 +185,7 @@ class RolloutRunner:
             run.task.get_loop().call_soon_threadsafe(run.task.cancel)
 
     def _new(self, config: RolloutConfig, key: str, payload: Mapping[str, Any], context: RequestContext) -> Run:
-        secrets = _Secrets(payload, context)
+        secrets = Secrets(payload, context)
         stored = secrets.payload(payload) if self._store_payload else None
         return Run(config, key, payload, secrets, self._max_result_bytes, stored)
 
@@ -236,7 +234,7 @@ class RolloutRunner:
 
         The HTTP status is 200, because AgentCore turns any other into a 424, which reads as a cold start.
         """
-        reason = _Secrets(payload, context).message(reason)[:_MAX_ERROR]
+        reason = Secrets(payload, context).message(reason)[:_MAX_ERROR]
         logger.error("rollout rejected: %s", reason)
         answer = {"status": "rejected", "error": reason}
         try:
@@ -278,55 +276,6 @@ class RolloutRunner:
             self._settle(run, functools.partial(run.error, reason, outcome=Outcome.RUNTIME_FAILED))
         else:
             run.ended.result(_SHUTDOWN_SECONDS)
-
-
-# -- secrets -------------------------------------------------------------------------------------------------
-
-
-class _Secrets:
-    """What one request knows that nobody else may read, and how it is kept out of each thing that leaves.
-
-    Found at once, since a handler may change the payload; compiled when something is to be masked.
-    """
-
-    def __init__(self, payload: Any, context: RequestContext) -> None:
-        config = payload.get(ROLLOUT_FIELD) if isinstance(payload, Mapping) else None
-        token = BedrockAgentCoreContext.get_workload_access_token()
-        sure = [*find_secrets(config), *find_secrets(context.request_headers or {}), *([token] if token else [])]
-        self._certain = {*sure, *environment_secrets(), *find_secrets(payload, certain=True)}
-        self._guessed = set(find_secrets(payload))
-
-    @functools.cached_property
-    def everything(self) -> Redactor:
-        """For errors, tracebacks and logs: also what only looks like a secret by its name."""
-        return Redactor(self._certain | self._guessed)
-
-    def message(self, text: str) -> str:
-        return self.everything.text(text).encode("utf-8", "replace").decode("utf-8")
-
-    def result(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """The agent's own values, which a guess may not garble."""
-        masked: dict[str, Any] = Redactor(self._certain).values(result)
-        return masked
-
-    def payload(self, payload: Any) -> Any:
-        """The payload as strict JSON; it was parsed by a laxer reader, which lets NaN through."""
-        try:
-            return to_jsonable(self.everything.fields(payload), "payload")
-        except (ContractError, RecursionError) as error:
-            return {"error": f"not stored: {error}"}
-
-
-def _unwrap(did: Did, payload: Any, context: RequestContext) -> Any:
-    """The value of a direct call. An error goes on to the SDK, which logs it: without the secrets it may quote."""
-    if did.error is None:
-        return did.value
-    secrets, text = _Secrets(payload, context), "".join(traceback.format_exception(did.error))
-    masked = secrets.message(text)
-    if masked == text:
-        return did.unwrap()
-    logger.error("direct call failed\n%s", masked)
-    raise RuntimeError(secrets.message(describe(did.error)))
 
 
 # -- small helpers -------------------------------------------------------------------------------------------
