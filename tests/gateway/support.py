@@ -15,7 +15,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 import agentcore_rl_toolkit.local
-from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, RolloutGateway, Session, gateway_app
+from agentcore_rl_toolkit.rollout_gateway import ChatBackend, HfTemplateRenderer, RolloutGateway, Session, gateway_app
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend
 
 TINY = Path(agentcore_rl_toolkit.local.__file__).parent / "data" / "tiny"
@@ -99,8 +99,10 @@ def assemble(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(backend: Any, *, rendered_by: Any = None, **options: Any) -> AsyncIterator[RolloutGateway]:
-    """A gateway that listens on loopback, with the tiny tokenizer unless another renderer is given."""
-    gateway = RolloutGateway(backend=backend, renderer=rendered_by or renderer(TINY), **options)
+    """A gateway that listens on loopback, with the tiny tokenizer unless another renderer is given or the
+    engine takes chats."""
+    own = None if isinstance(backend, ChatBackend) else rendered_by or renderer(TINY)
+    gateway = RolloutGateway(backend=backend, renderer=own, **options)
     runner = web.AppRunner(gateway_app(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
