@@ -23,6 +23,7 @@ class Fault(enum.Enum):
     GONE = "what was asked for is not there"
     FORBIDDEN = "not allowed; in S3 also a missing key, for who may not list"
     SETUP = "wrong settings: every other call will fare the same"
+    INVALID = "wrong settings if it is the first call; else something about this one"
     REFUSED = "anything else"
 
 
@@ -34,6 +35,7 @@ _BY_CODE = {
     "RetryableConflictException": Fault.IN_TRANSITION,
     "ConflictException": Fault.IN_TRANSITION,
     "RuntimeClientError": Fault.COLD,
+    "ValidationException": Fault.INVALID,
     "NoSuchKey": Fault.GONE,
     "ResourceNotFoundException": Fault.GONE,
     "AccessDenied": Fault.FORBIDDEN,

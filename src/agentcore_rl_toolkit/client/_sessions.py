@@ -146,7 +146,7 @@ class Sessions:
     def _final(self, start: Start, fault: Fault) -> Exception:
         error = start.last
         assert error is not None
-        if fault in _SETUP:
+        if fault in _SETUP or (fault is Fault.INVALID and not self._served):
             return setup_error(error)
         if fault in (Fault.UNREACHED, Fault.UNANSWERED) and not self._reached:
             return SetupError(

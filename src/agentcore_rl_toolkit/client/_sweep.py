@@ -242,6 +242,16 @@ class Sweeper:
         self._fetches.add(task)
         task.add_done_callback(self._fetches.discard)
 
+    def _fetch_again(self, watch: Watch, seconds: float) -> None:
+        """After a failed call: not at the next sweep, which may be soon or late."""
+        watch.not_before = time.monotonic() + seconds
+
+        def again() -> None:
+            if not (watch.calls or watch.result.done()):
+                self._fetch(watch)
+
+        asyncio.get_running_loop().call_later(seconds, again)
+
     async def _get(self, watch: Watch, *, hinted: bool = False) -> bool:
         watch.calls += 1
         watch.called = time.monotonic()
@@ -265,7 +275,7 @@ class Sweeper:
 
     def _corrupt(self, watch: Watch, error: ValueError) -> None:
         watch.corrupt += 1
-        watch.not_before = time.monotonic() + pause(watch.corrupt, first=0.25)
+        self._fetch_again(watch, pause(watch.corrupt, first=0.25))
         if watch.corrupt >= _CORRUPT:
             settle(watch.result, InvocationError(f"s3://{self._bucket}/{watch.key} is not a result: {error}"))
 
@@ -280,7 +290,7 @@ class Sweeper:
                 self._warn_forbidden()
             return
         watch.failures += 1
-        watch.not_before = time.monotonic() + pause(watch.failures, first=0.25, longest=2.0)
+        self._fetch_again(watch, pause(watch.failures, first=0.25, longest=2.0))
         logger.info("could not look at s3://%s/%s: %s", self._bucket, watch.key, error)
         if fault is Fault.SETUP:
             self._strike(error)
