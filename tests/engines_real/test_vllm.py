@@ -68,18 +68,28 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def right(folder):
-    """The logprobs by another implementation: ``right(prompt, output, temperature)``."""
+def scores(folder):
+    """By another implementation: logprobs of the whole vocabulary at each of the last ``count`` positions."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def score(prompt, output, temperature=1.0):
+    def score(ids, count, temperature=1.0):
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *output]])).logits[0].double()
-        scores = torch.log_softmax(logits / (temperature or 1.0), -1)
-        return [scores[len(prompt) - 1 + i, token].item() for i, token in enumerate(output)]
+            logits = model(torch.tensor([list(ids)])).logits[0, -count:].double()
+        return torch.log_softmax(logits / (temperature or 1.0), -1).tolist()
+
+    return score
+
+
+@pytest.fixture(scope="module")
+def right(scores):
+    """The right logprobs of an answer: ``right(prompt, output, temperature)``."""
+
+    def score(prompt, output, temperature=1.0):
+        rows = scores([*prompt, *output[:-1]], len(output), temperature)
+        return [row[token] for row, token in zip(rows, output, strict=True)]
 
     return score
 
@@ -184,7 +194,7 @@ async def test_every_trained_token_of_32_sessions_is_true(server, right):
     assert await unfinished(server) == 0
 
 
-async def test_the_most_likely_tokens_and_the_window(server, right):
+async def test_the_most_likely_tokens_and_the_window(server, scores):
     params = {"max_tokens": 4, "top_logprobs": 3, "seed": 1, "stop_token_ids": [EOS]}
     async with VllmBackend(server) as backend:
         assert await backend.context_window() == 1024
@@ -192,10 +202,11 @@ async def test_the_most_likely_tokens_and_the_window(server, right):
         for path in ("/inference/v1/generate", "/v1/completions"):
             backend._path = path
             record = await backend.generate(prompt_ids=PROMPT, sampling_params=params)
-            for i, tops in enumerate(record.extra["top_logprobs"]):
-                before = [*PROMPT, *record.output_ids[:i]]
-                every = sorted((right(before, [token])[0] for token in range(VOCABULARY)), reverse=True)
-                assert [value for _, value in tops] == pytest.approx(every[:3], abs=1e-4)
+            rows = scores([*PROMPT, *record.output_ids[:-1]], len(record.output_ids))
+            for tops, row in zip(record.extra["top_logprobs"], rows, strict=True):
+                best = sorted(range(VOCABULARY), key=lambda token: -row[token])[:3]
+                assert [token for token, _ in tops] == best
+                assert [value for _, value in tops] == pytest.approx([row[token] for token in best], abs=1e-4)
         with pytest.raises(EngineError, match="maximum context length"):
             await backend.generate(prompt_ids=[5] * 2000, sampling_params=params)
 
