@@ -17,6 +17,7 @@ from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, Out
 from .prompts import Prompt
 from .render.base import Renderer
 from .sampling import SamplingBackend, TurnRecord
+from .sampling.base import add_versions
 from .sessions import Session
 from .traces import Turn, check_output
 from .trimmed import Continued, Trimmed
@@ -65,20 +66,12 @@ class _Output:
             raise GatewayError(502, f"the engine's answer is unusable: {problem}", kind="engine_error")
         self.ids += record.output_ids
         self.logprobs += record.output_log_probs
-        self._add_versions(record)
+        try:
+            add_versions(self.versions, record)
+        except EngineError as error:
+            raise GatewayError(502, f"the engine's answer is unusable: {error}", kind="engine_error") from error
         self.top_logprobs += record.extra.get("top_logprobs", ())
         self.finish_reason = record.finish_reason
-
-    def _add_versions(self, record: TurnRecord) -> None:
-        version = record.policy_version
-        if not isinstance(version, list):
-            self.versions += [version] * len(record.output_ids)
-        elif len(version) == len(record.output_ids):
-            self.versions += version
-        elif record.finish_reason and len(version) == len(self.ids):  # some engines say it at the end, for all
-            self.versions = list(version)
-        else:
-            raise GatewayError(502, "the engine's policy_version list does not match its tokens", kind="engine_error")
 
     def check_whole(self) -> None:
         if self.finish_reason not in ("stop", "length") or not self.ids:
@@ -88,6 +81,9 @@ class _Output:
                 f"{len(self.ids)} tokens)",
                 kind="engine_error",
             )
+        if self.top_logprobs and len(self.top_logprobs) != len(self.ids):
+            problem = f"top_logprobs for {len(self.top_logprobs)} of {len(self.ids)} tokens"
+            raise GatewayError(502, f"the engine's answer is unusable: {problem}", kind="engine_error")
 
 
 class Answers(ABC):
@@ -143,6 +139,8 @@ class Answers(ABC):
         if turn.parent is not None and turn.parent.params == turn.params:
             turn.params = turn.parent.params  # one dict for a whole conversation
         tree.add(turn, prompt.new_ids, output_ids)
+        if turn.parent is not None and turn.choice is None:  # of several answers all must be there first
+            tree.built_on(turn.parent)
         if prompt.place.parent is None:
             tree.tools_keys.add(tools_key(request.tools))
         session.sampled_tokens += len(output_ids)

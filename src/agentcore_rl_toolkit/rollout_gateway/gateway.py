@@ -114,24 +114,27 @@ class RolloutGateway:
         Requests still being served get ``wait`` seconds, then they are aborted and leave no trace. Must be awaited on
         the loop that serves the gateway (:class:`ThreadedGatewayServer` has the same method for other threads).
         ``turn_rewards``: one for each delivered turn, in the order of their delivery; each row gets those of its turns.
-        Raises ``KeyError`` for a session that is not live, ``ValueError`` for a number of turn rewards that is not that
-        of the turns (the session stays).
+        Raises ``KeyError`` for a session that is not live; ``ValueError`` for a number of turn rewards that is not that
+        of the turns, or a reward that is not finite: the session stays.
         """
         session = self.sessions.pop(session_id)
         await _drain(session, wait)
-        if turn_rewards is not None and len(turn_rewards) != (turns := len(session.tree.delivered())):
+        try:
+            if turn_rewards is not None and len(turn_rewards) != (turns := len(session.tree.delivered())):
+                raise ValueError(f"turn_rewards: {len(turn_rewards)} given, but {turns} turns were delivered")
+            return await asyncio.to_thread(
+                linearize,
+                session.tree,
+                rollout_id=session.session_id,
+                reward=reward,
+                metadata={**(metadata or {}), "history": self.history},
+                decode=self._answers.decoder(),
+                abandoned=self._abandoned,
+                turn_rewards=turn_rewards,
+            )
+        except Exception:  # rewards that are no numbers: nothing is lost by them
             self.sessions.put_back(session)
-            raise ValueError(f"turn_rewards: {len(turn_rewards)} given, but {turns} turns were delivered")
-        return await asyncio.to_thread(
-            linearize,
-            session.tree,
-            rollout_id=session.session_id,
-            reward=reward,
-            metadata={**(metadata or {}), "history": self.history},
-            decode=self._answers.decoder(),
-            abandoned=self._abandoned,
-            turn_rewards=turn_rewards,
-        )
+            raise
 
     async def drop_session(self, session_id: str) -> None:
         """End a session, abort what it is doing, keep nothing. A session that is not live is no error."""
@@ -172,16 +175,34 @@ class RolloutGateway:
         if on_prompt:
             prompt.tell_length(on_prompt)
         _check_budget(session, request.n)
-        if request.n == 1:
-            return [await self._take_turn(session, prompt, 0, call_ids[0], on_deltas)]
+        session.sampling += request.n
+        cut: Status | None = Status.ABORTED
+        try:
+            if request.n == 1:
+                turns = [await self._take_turn(session, prompt, 0, call_ids[0], on_deltas)]
+            else:
+                turns = await self._take_several(session, prompt, call_ids, on_deltas)
+            cut = None
+            return turns
+        except GatewayError as error:
+            cut = Status.FAILED if error.status >= 500 else None
+            raise
+        finally:
+            session.sampling -= request.n
+            if prompt.parent is not None:
+                prompt.parent.cut = cut
+
+    async def _take_several(
+        self, session: Session, prompt: Prompt, call_ids: Sequence[CallIdBook], on_deltas: OnDeltas | None
+    ) -> list[Turn]:
         tasks = [
             asyncio.ensure_future(
                 self._take_turn(session, replace(prompt, ids=list(prompt.ids)), choice, call_ids[choice], on_deltas)
             )
-            for choice in range(request.n)
+            for choice in range(prompt.request.n)
         ]
         try:
-            return await asyncio.gather(*tasks)
+            turns = await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -189,7 +210,12 @@ class RolloutGateway:
             for task in tasks:
                 if not task.cancelled() and task.exception() is None:
                     session.tree.discard(task.result())
+                    session.sampled_tokens -= task.result().sampled_tokens
             raise
+        for turn in turns:
+            if turn.parent is not None:
+                session.tree.built_on(turn.parent)
+        return turns
 
     async def _take_turn(
         self, session: Session, prompt: Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
@@ -197,21 +223,12 @@ class RolloutGateway:
         key = prompt.place.key
         answered: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         session.in_flight[key] = answered
-        session.sampling += 1
-        cut: Status | None = Status.ABORTED
         try:
             async with session.time_left():
                 turn = await self._answers.sample(session, prompt, choice, call_ids, on_deltas)
-            cut = None
             answered.set_result(turn)
             return turn
-        except GatewayError as error:
-            cut = Status.FAILED if error.status >= 500 else None
-            raise
         finally:
-            if prompt.parent is not None:
-                prompt.parent.cut = cut
-            session.sampling -= 1
             answered.cancel()  # no effect once it has a result
             if session.in_flight.get(key) is answered:
                 del session.in_flight[key]

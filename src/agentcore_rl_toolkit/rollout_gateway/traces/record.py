@@ -73,6 +73,8 @@ class TraceRecord:
             raise ValueError(f"policy_versions has {len(self.policy_versions)} entries, loss_mask {n}")
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}: it must be finite or None")
+        if self.turn_rewards is not None and not all(map(math.isfinite, self.turn_rewards)):
+            raise ValueError(f"turn_rewards is {self.turn_rewards}: all of them must be finite")
         mask, logprobs = np.asarray(self.loss_mask), np.asarray(self.logprobs, np.float64)
         if not (known := (mask == 0) | (mask == 1)).all():
             raise ValueError(f"loss_mask[{np.argmin(known)}] is neither 0 nor 1")

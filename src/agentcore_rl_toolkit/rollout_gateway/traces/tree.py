@@ -230,11 +230,7 @@ class TokenTree:
         return [t for t in self.turns if t.prompt_key == prompt_key and t.parent is parent]
 
     def add(self, turn: Turn, new_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Keep a sampled turn (prepared) with its tokens. Its parent, if it was only prepared, is thereby delivered."""
-        if turn.parent is not None:
-            self.deliver(turn.parent)
-            turn.parent.extended = True
-            self._forget(turn.parent)
+        """Keep a sampled turn (prepared) with its tokens."""
         turn.lay(new_ids, output_ids)
         if len(self._tips) >= MAX_TIPS:
             self._forget(next(iter(self._tips)))
@@ -243,6 +239,12 @@ class TokenTree:
         self._tips[turn] = None
         self.turns.append(turn)
         self._by_key.setdefault(turn.key, []).append(turn)
+
+    def built_on(self, turn: Turn) -> None:
+        """Another turn follows this one for good. If it was only prepared, it is thereby delivered."""
+        self.deliver(turn)
+        turn.extended = True
+        self._forget(turn)
 
     def discard(self, turn: Turn) -> None:
         """Take back a turn that will never be delivered."""
