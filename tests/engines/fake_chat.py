@@ -171,7 +171,10 @@ class FakeChat(FakeServer):
                 value["token_ids"] = part
             if "sglang" in self.faults:
                 value |= prompt_ids
-            said = parse(decode(ids[:end]), done)
+            text = decode(ids[:end])
+            for stop in () if body.get("include_stop_str_in_output") else body.get("stop") or ():
+                text = text.partition(stop)[0]
+            said = parse(text, done)
             if done:
                 value["finish_reason"] = "tool_calls" if said[2] and reason == "stop" else reason
             value["message" if not body.get("stream") else "delta"] = self._new(told, said)
