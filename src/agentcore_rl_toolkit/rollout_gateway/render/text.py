@@ -23,6 +23,9 @@ _RESERVED = re.compile("[\U0010fffc\U0010fffd]")
 LONG_TEXT = 4096
 """Characters from which a text is worth a worker thread (about 2 ms of encoding)."""
 
+_HUGE_TEXT = 32_768
+"""Characters from which one call that holds the interpreter lock would be felt by others (1 to 2 ms)."""
+
 
 class TextEncoder:
     """Encodes rendered conversations.
@@ -57,9 +60,9 @@ class TextEncoder:
             return self._encode_guarded(text)
         if self._fast is not None:
             return list(self._fast.encode(text, add_special_tokens=False).ids)
+        if len(text) < _HUGE_TEXT and self._words is not None and text.isascii():
+            return self._by_words(text, self._words)
         if len(text) < LONG_TEXT:
-            if self._words is not None and text.isascii():
-                return self._by_words(text, self._words)
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         # encode() holds the interpreter lock, encode_batch() doesn't: long texts come from worker threads.
         return list(self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
