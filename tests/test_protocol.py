@@ -110,7 +110,7 @@ REFUSED: list[tuple[Any, str]] = [
     (b"raw", "bytes is not JSON"),
     (object(), "object is not JSON"),
     (1j, "complex is not JSON"),
-    (np.datetime64("NaT"), "is not JSON"),
+    (np.datetime64("NaT", "s"), "is not JSON"),
     (Point, "type is not JSON"),
     ("\ud800", "not valid Unicode"),
     ({1: 2}, "key 1 is int, JSON keys are strings"),
