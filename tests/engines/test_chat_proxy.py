@@ -372,13 +372,29 @@ async def test_a_broken_answer_is_said_so_and_leaves_no_trace(fault, told, strea
     assert server.running == 0
 
 
-@pytest.mark.parametrize(("broken", "status"), [(500, 502)])
-async def test_a_failing_engine(broken, status):
+async def test_a_server_that_streams_no_token_ids_is_said_so():
+    async with proxied("sglang", script=words) as (_, gateway, http):
+        client = Client(http, gateway.base_url, gateway.create_session())
+        status, data = await client.post({"messages": [{"role": "user", "content": "Hi"}]})
+        assert (status, data["error"]["code"]) == (502, "engine_error")
+        assert "streams=False" in data["error"]["message"]
+
+
+async def test_logprobs_of_another_temperature_are_refused():
+    async with proxied("unscaled", script=words) as (_, gateway, http):
+        client = Client(http, gateway.base_url, gateway.create_session())
+        status, data = await client.post({"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.5})
+        assert status == 502
+        assert "--logprobs-mode processed_logprobs" in data["error"]["message"]
+        await client.ask([{"role": "user", "content": "Hi"}], temperature=1.0)
+
+
+async def test_a_failing_engine():
     async with proxied() as (server, gateway, http):
         client = Client(http, gateway.base_url, gateway.create_session())
-        server.broken = broken
+        server.broken = 500
         got, data = await client.post({"messages": [{"role": "user", "content": "Hi"}]})
-        assert (got, data["error"]["code"]) == (status, "engine_error")
+        assert (got, data["error"]["code"]) == (502, "engine_error")
         server.broken = 0
         server.busy = 1
         got, data = await client.post({"messages": [{"role": "user", "content": "Hi"}]})
@@ -393,7 +409,7 @@ async def test_another_prompt_than_ours_begins_another_row():
         messages = [{"role": "user", "content": "Hi"}]
         messages += [await client.ask(messages), {"role": "user", "content": "Go on"}]
         server.faults = {"wrong_prompt"}
-        status, data = await client.post({"messages": messages})
+        _, data = await client.post({"messages": messages})
         one, two = await gateway.finish_session(client.session.session_id)
     assert [one.metadata["fork"], two.metadata["fork"]] == [None, "rendered_differently"]
     assert two.token_ids[: two.prompt_length] == [5, *server.render({"messages": messages})[1:]]

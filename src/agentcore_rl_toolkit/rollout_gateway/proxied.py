@@ -50,7 +50,7 @@ class ChatPrompt(Prompt):
 
     def settle(self, tree: TokenTree, ids: list[int]) -> None:
         """The engine was conditioned on ``ids``: that decides where the answer hangs."""
-        if not all(type(i) is int and 0 <= i < MAX_VOCABULARY for i in ids):
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= MAX_VOCABULARY:
             raise EngineError("the engine's prompt_token_ids are no token ids")
         expected = self.place.parent
         parent, held = deepest(tree, expected, ids)

@@ -125,9 +125,8 @@ class StreamingBackend(SamplingBackend, Protocol):
 class ChatBackend(Protocol):
     """An engine that renders and parses by itself: messages in, token ids with their logprobs and deltas out.
 
-    ``messages``: canonical (:mod:`..messages`); where the last one is the assistant's, the answer goes on from it.
-    ``tools``: OpenAI schemas. ``variables``: chat template variables. ``top_logprobs`` as for a
-    :class:`SamplingBackend`.
+    ``messages``: canonical (:mod:`..messages`), the last one never the assistant's. ``tools``: OpenAI schemas.
+    ``variables``: chat template variables. ``top_logprobs`` as for a :class:`SamplingBackend`.
     """
 
     def chat(

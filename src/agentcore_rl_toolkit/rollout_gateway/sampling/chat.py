@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from ...errors import EngineError, SetupError
 from ..messages import Message, Tool
 from ..parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, ReasoningDelta
+from ._http import StatusError
 from ._tokens import NEUTRAL, CheckedServer, version_of
 from .base import ChatChunk
 from .vllm import sampled_tokens, top_tokens
@@ -30,6 +32,8 @@ _ASKED_OF_SGLANG = {
     "no_stop_trim": True,
 }
 """Each server ignores what only the other knows."""
+_NOT_STREAMED = re.compile(r"return_\w*token_ids.*stream|stream.*return_\w*token_ids")
+"""What SGLang says of a request for both."""
 _NO_IDS = (
     "gave no {}: vLLM 0.10.2 or newer is needed, or an SGLang whose chat completions know return_token_ids "
     "(or return_meta_info and return_prompt_token_ids)"
@@ -116,8 +120,6 @@ class ChatProxyBackend(CheckedServer):
             body["chat_template_kwargs"] = dict(variables)
         if "reasoning_effort" in variables:  # not every model has it from its template
             body["reasoning_effort"] = variables["reasoning_effort"]
-        if messages and messages[-1]["role"] == "assistant":
-            body.update(add_generation_prompt=False, continue_final_message=True)
         return body
 
     def _sampling(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,10 +136,16 @@ class ChatProxyBackend(CheckedServer):
         if self.streams:
             body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         answer = _Answer(self.base_url, top)
-        async with aclosing(self.events(_CHAT, body, headers=headers)) as events:
-            async for event in events:
-                if chunk := answer.take(event):
-                    yield chunk
+        try:
+            async with aclosing(self.events(_CHAT, body, headers=headers)) as events:
+                async for event in events:
+                    if chunk := answer.take(event):
+                        yield chunk
+        except StatusError as error:
+            if self.streams and error.status == 400 and _NOT_STREAMED.search(str(error)):
+                hint = "tells no token ids while it streams: use ChatProxyBackend(…, streams=False)"
+                raise EngineError(f"{self.base_url} {hint} ({error})") from error
+            raise
         answer.check_whole()
 
     async def _top_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> Mapping[Any, float]:
