@@ -288,3 +288,18 @@ def test_a_refused_write_is_named_in_the_log(s3: FaultyS3, tmp_path: Path) -> No
         assert agent.ping() == "HealthyBusy"
         with contextlib.suppress(OSError):
             agent.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [({"AWS_PROFILE": "missing"}, "ProfileNotFound"), ({"AWS_ENDPOINT_URL_S3": "nowhere"}, "Invalid endpoint")],
+    ids=["profile", "endpoint"],
+)
+def test_a_wrong_setting_is_not_tried_again(
+    s3: FaultyS3, tmp_path: Path, environment: dict[str, str], reason: str
+) -> None:
+    with start(s3.endpoint, tmp_path, PROGRAM, **environment) as agent:
+        agent.post({"_rollout": rollout()}, session())
+        agent.wait_healthy()
+        assert agent.runs() == 0  # no model is asked for a result that would be lost
+        assert reason in agent.log()

@@ -23,9 +23,11 @@ _LOOKS, _PUTS = 4, 16
 """Calls in flight at once. More threads inside botocore would only take the interpreter from /ping."""
 
 _HOPELESS = frozenset({"NoSuchBucket", "InvalidBucketName", "EntityTooLarge", "KeyTooLongError", "NotImplemented"})
+_WRONG_SETTING = frozenset({"ParamValidationError", "ProfileNotFound", "InvalidRegionError", "ConfigParseError"})
 _REFUSED = frozenset({"AccessDenied", "403", "AllAccessDisabled", "AccountProblem"})
 _CREDENTIALS = frozenset(
     {
+        "400",  # of a HEAD, which says no more than that
         "ExpiredToken",
         "ExpiredTokenException",
         "InvalidToken",
@@ -58,7 +60,7 @@ class ResultStore:
                     self._look(client, bucket, key)
             except Exception as error:  # noqa: BLE001 - e.g. no permission to read: writing may still work
                 code = _code(error)
-                if code == "NoSuchBucket":
+                if _patience(error, code) == 0.0:
                     logger.error("rollout %s: not run, its result could not be written: %s", key, _advice(error, code))
                     return False
                 if code in ("NoSuchKey", "404") or code in _REFUSED:
@@ -145,7 +147,8 @@ def _code(error: Exception) -> str:
 
 def _patience(error: Exception, code: str) -> float:
     """Seconds for which a write that fails like this is tried again."""
-    if code in _HOPELESS or type(error).__name__ == "ParamValidationError":
+    # A wrong setting of this process (endpoint, profile, region) stays wrong.
+    if code in _HOPELESS or type(error).__name__ in _WRONG_SETTING or isinstance(error, ValueError):
         return 0.0
     return _REFUSED_SECONDS if code in _REFUSED else _WRITE_SECONDS
 
