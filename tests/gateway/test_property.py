@@ -1,6 +1,7 @@
 """The oracle property: whatever clients and engines do, no trained token has a wrong logprob or a wrong prefix.
 
-Random conversations over every wire: branches, equal requests, marked retries, replays written another way, edits,
+Random conversations over every wire, those included whose clients render prompts themselves: branches, equal requests,
+marked retries, replays written another way, edits, answers that begin in the request or go on where they were cut,
 streaming and not, engine faults in the middle, clients that hang up, random token ids as answers. The engine's logprob
 is a hash of all tokens before and the token itself, so the records prove themselves.
 """
@@ -42,6 +43,7 @@ outputs = st.one_of(
 def plans(outputs: st.SearchStrategy[list[int]]) -> st.SearchStrategy[list[dict[str, Any]]]:
     """Conversations in which the engine says ``outputs``."""
     actions = ["go on"] * 6 + ["repeat", "retry", "branch", "edit", "fault", "hang up", "parallel"]
+    actions += ["begin", "begin", "continue", "continue"]
     step = st.fixed_dictionaries(
         {
             "action": st.sampled_from(actions),
@@ -95,6 +97,39 @@ def drifted(message: dict[str, Any], how: str | None) -> dict[str, Any]:
     return message
 
 
+class Rendering(Talker):
+    """A client of ``/completions`` that renders ChatML itself and sends it as text."""
+
+    path = "/completions"
+
+    def body(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        del fields["tools"]
+        return {"prompt": self.prompt(messages), "return_token_ids": True, **fields}
+
+    def prompt(self, messages: list[dict[str, Any]]) -> str | list[int]:
+        said = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return said + "<|im_start|>assistant\n"
+
+    def message(self, data: Any) -> dict[str, Any]:
+        choices = [c for event in data[:-1] for c in event["choices"]] if isinstance(data, list) else data["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        return {"role": "assistant", "content": text, "ids": choices[-1]["token_ids"]}
+
+
+class Tokenizing(Rendering):
+    """The same, but it sends token ids, and what was sampled as it was sampled."""
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        end, ids = encode("<|im_end|>"), []
+        for message in messages:
+            said = message.get("ids") or encode(message["content"])
+            ids += encode(f"<|im_start|>{message['role']}\n") + said + end * (said[-1:] != end) + encode("\n")
+        return ids + encode("<|im_start|>assistant\n")
+
+
+PROMPTS = {"completions-text": Rendering, "completions-ids": Tokenizing}
+
+
 class Talk:
     """One client's view: histories that were answered, and what was delivered."""
 
@@ -118,12 +153,17 @@ class Talk:
         calls = len(engine.calls)
         posts = [self.talker.post(body, headers=headers) for _ in range(3 if action == "parallel" else 1)]
         for status, data in await asyncio.gather(*posts):
+            if action in ("begin", "continue") and status == 400:  # e.g. a template that opens reasoning
+                assert "continue" in self.talker.error(data)
+                continue
             self.digest(request, status, data, faulty=action == "fault")
         if action == "retry" and len(engine.calls) == calls:
             self.delivered -= 1  # the earlier answer once more
 
     def request(self, step: dict[str, Any]) -> list[dict[str, Any]]:
         history = self.histories[-1]
+        if step["action"] == "continue" and history:
+            return [*history[:-1], drifted(history[-1], step["drift"])]
         match step["action"]:
             case "repeat" | "retry" | "parallel" if history:
                 return history[:-1]
@@ -136,6 +176,8 @@ class Talk:
             new = [{"role": "tool", "tool_call_id": i, "content": step["say"]} for i in ids]
         else:
             new = [{"role": "user", "content": step["say"]}]
+        if step["action"] == "begin":
+            new.append({"role": "assistant", "content": step["say"]})
         return [*[drifted(m, step["drift"]) if m["role"] == "assistant" else m for m in history], *new]
 
     def digest(self, request: list[dict[str, Any]], status: int, data: Any, *, faulty: bool) -> None:
@@ -144,7 +186,11 @@ class Talk:
             assert "fault in the middle" in self.talker.error(data)
             return
         assert status == 200, data
-        self.histories.append([*request, self.talker.message(data)])
+        answer = self.talker.message(data)
+        if request[-1]["role"] == "assistant":
+            *request, begun = request
+            answer = {**begun, **answer, "content": (begun["content"] or "") + (answer["content"] or "")}
+        self.histories.append([*request, answer])
         self.delivered += 1
 
 
@@ -164,7 +210,7 @@ async def converse(
         serving(backend, rendered_by=rendered_by, history=history) as gateway,
         client_of(gateway) as client,
     ):
-        talk = Talk(WIRES[wire](client), engine)
+        talk = Talk((WIRES | PROMPTS)[wire](client), engine)
         for step in plan:
             await talk.take(step)
         linear = all(step["action"] in ("go on", "fault", "hang up") for step in plan)
@@ -193,6 +239,23 @@ def test_no_trained_token_is_ever_wrong(wire, streaming_engine, history):
     @given(plans(outputs))
     def run(plan):
         asyncio.run(converse(plan, wire=wire, streaming_engine=streaming_engine, history=history))
+
+    run()
+
+
+@pytest.mark.parametrize("streaming_engine", [True, False])
+@pytest.mark.parametrize("wire", PROMPTS)
+@pytest.mark.timeout(240)
+def test_nor_where_the_client_renders_itself(wire, streaming_engine):
+    # Text that does not survive its way through tokens and back, or is sent back otherwise, begins a row of its own.
+    allowed = frozenset({"new_conversation"} if wire == "completions-text" else ())
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(plans(outputs))
+    def run(plan):
+        asyncio.run(
+            converse(plan, wire=wire, streaming_engine=streaming_engine, history="preserve", allowed_forks=allowed)
+        )
 
     run()
 
