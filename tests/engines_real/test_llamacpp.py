@@ -204,7 +204,7 @@ def check_logprobs(server: LlamaServer, row: TraceRecord, count: int = 12) -> No
 
 
 async def test_eight_chats_side_by_side_are_eight_rows_of_the_tokens_as_sampled(server, checkpoint, tokenizer):
-    questions = ["Invent six strange names.", "Now six stranger ones, with accents.", "Write them backwards."]
+    questions = ["Invent six strange names.", "Now: xqzvt jwkfy pbrrgh zzyx", "Write them backwards."]
 
     async def converse(gateway: ThreadedGatewayServer, number: int) -> list[TraceRecord]:
         session = gateway.create_session()
@@ -215,17 +215,19 @@ async def test_eight_chats_side_by_side_are_eight_rows_of_the_tokens_as_sampled(
                 await ask(client, messages)
         return await gateway.finish_session(session.session_id, reward=1.0)
 
+    different = answers = 0
     async with serving(server, checkpoint) as gateway:
-        conversations = await asyncio.gather(*(converse(gateway, number) for number in range(8)))
-    answers = []
-    for records in conversations:
-        [row] = records  # linear: one row
-        assert len(row.metadata["turns"]) == len(questions)
-        answers += spans(row)
-    again = [tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=False)).ids for ids in answers]
-    different = sum(a != b for a, b in zip(again, answers, strict=True))
-    print(f"{different} of {len(answers)} answers would be other tokens if they were tokenized again")
-    assert different > 0
+        while not different and answers < 100:  # one in ten
+            conversations = await asyncio.gather(*(converse(gateway, number) for number in range(8)))
+            for records in conversations:
+                [row] = records  # linear: one row
+                assert len(row.metadata["turns"]) == len(questions)
+                for ids in spans(row):
+                    again = tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=False)).ids
+                    different += again != ids
+                    answers += 1
+    print(f"{different} of {answers} answers would be other tokens if they were tokenized again")
+    assert different
     await asyncio.to_thread(check_logprobs, server, conversations[0][0])
 
 

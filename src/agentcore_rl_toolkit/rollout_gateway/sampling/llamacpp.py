@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _FIRST_BLOCK, _BLOCK = 4, 16
 _LIKELY = 256  # a sampled token is nearly always among as many; the whole vocabulary takes seconds
 _ALL = 1 << 20
-_LARGE = 100_000  # bytes of JSON that are not parsed on the event loop
 _TRUNCATION = ("top_k", "top_p", "min_p")
 _PENALTIES = {
     "presence_penalty": "presence_penalty",
@@ -96,15 +95,18 @@ class LlamaCppBackend(TokenServer):
         """How many tokens of the block are left once a stop has ended it; 0 without one."""
         stops, strings = params.get("stop_token_ids") or (), params.get("stop") or ()
         end = next((count for count, token in enumerate(block, 1) if token in stops), 0)
-        if not strings:
+        kept = block[:end] if end else block
+        tail = ids[-max(map(len, map(str.encode, strings)), default=1) :]  # a token is a byte at least
+        if not strings or not await self._holds(strings, [*tail, *kept]):
             return end
-        tail = list(ids[-max(len(string.encode()) for string in strings) :])  # a token is a byte at least
-        whole = end or len(block)
-        for count in (whole, *range(1, whole)):
-            text = (await self.post_json("/detokenize", {"tokens": tail + list(block[:count])}))["content"]
-            if any(string in text for string in strings) != (count == whole):
-                return count if count < whole else end
-        return whole
+        for count in range(1, len(kept)):
+            if await self._holds(strings, [*tail, *kept[:count]]):
+                return count
+        return len(kept)
+
+    async def _holds(self, strings: Sequence[str], ids: list[int]) -> bool:
+        text = (await self.post_json("/detokenize", {"tokens": ids}))["content"]
+        return any(string in text for string in strings)
 
     def _sampling(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters in llama.cpp's words, everything that the server may have other defaults for included."""
