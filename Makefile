@@ -64,7 +64,7 @@ REQUIRED := from importlib.metadata import requires; \
 	@touch $@
 
 test-vllm: .engines/vllm/.done ## a real vLLM on the CPU (installs it: 3.5 GB)
-	.engines/vllm/bin/python -m pytest -m engine tests/engines_real/test_vllm.py $(ARGS)
+	.engines/vllm/bin/python -m pytest -m engine tests/engines_real/test_vllm.py tests/engines_real/test_vllm_chat.py $(ARGS)
 
 test-harnesses: $(VENV)/.dev ## agent harnesses of others against the gateway (installs them; needs npm)
 	$(RUN) -m pytest -m harness tests/harnesses $(ARGS)
