@@ -221,7 +221,7 @@ class Sessions:
         done, _ = await asyncio.wait([answer], timeout=_LAST_WORD)
         if not done:
             self._give_up(start.session_id, "its invoke was on its way and could not be called back")
-        elif answer.exception() is None:
+        elif (error := answer.exception()) is None or fault_of(error) in _MAY_HAVE_STARTED:
             await self._stop_call(start.session_id)
 
     def _give_up(self, session_id: str, reason: str) -> None:
