@@ -57,6 +57,15 @@ async def proxied(
         yield server, gateway, http
 
 
+async def aborted(server: FakeChat) -> None:
+    """Wait until the engine has noticed that nobody wants its answer."""
+    for _ in range(100):
+        if server.aborted:
+            break
+        await asyncio.sleep(0.02)
+    assert (server.aborted, server.running) == (1, 0)
+
+
 async def converse(talker: Any, *, stream: bool = False, reasoning: bool = True, **fields: Any) -> list[dict[str, Any]]:
     """Three turns with tools; returns the conversation."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Calculate."}]
@@ -135,11 +144,7 @@ async def test_a_client_that_hangs_up_aborts_the_engine_and_leaves_no_trace():
         async with http.post(f"{session.base_url}/chat/completions", json=body) as response:
             await response.content.readany()
             response.close()
-        for _ in range(100):
-            if server.aborted:
-                break
-            await asyncio.sleep(0.02)
-        assert (server.aborted, server.running) == (1, 0)
+        await aborted(server)
         server.delay = 0.0
         await client.ask([{"role": "user", "content": "Hi"}])
         [row] = await gateway.finish_session(session.session_id)
@@ -283,6 +288,38 @@ async def test_a_limit_is_clamped_to_the_window_and_a_long_prompt_refused():
         assert len(server.chats()) == 1
         [row] = await gateway.finish_session(session.session_id)
     assert check_records([row]) == 5
+
+
+async def test_turns_time_and_answers_nobody_used():
+    async with proxied(script=words) as (server, gateway, http):
+        client = Client(http, gateway.base_url, gateway.create_session(max_turns=3))
+        first = [{"role": "user", "content": "Hi"}]
+        await client.ask(first)
+        answer = await client.ask(first)
+        await client.ask([*first, answer, {"role": "user", "content": "Go on"}])
+        status, data = await client.post({"messages": first})
+        assert (status, data["error"]["code"]) == (400, "turn_limit_exceeded")
+        rows = await gateway.finish_session(client.session.session_id)
+        assert sorted(len(row.metadata["turns"]) for row in rows) == [1, 2]
+        assert [row.metadata["abandoned"] for row in rows if not sum(row.loss_mask)] == [True]
+        server.delay = 0.05
+        client = Client(http, gateway.base_url, gateway.create_session(deadline=0.2))
+        status, data = await client.post({"messages": first})
+        assert (status, data["error"]["code"]) == (400, "deadline_exceeded")
+        await aborted(server)
+
+
+async def test_64_sessions_side_by_side_leave_nothing_behind():
+    async with proxied(delay=0.001) as (server, gateway, http):
+        clients = [Client(http, gateway.base_url, gateway.create_session()) for _ in range(64)]
+        await asyncio.gather(*(converse(Chat(client), stream=i % 2 == 0) for i, client in enumerate(clients)))
+        assert server.peak > 20, "they did not run side by side"
+        for client in clients:
+            [row] = await gateway.finish_session(client.session.session_id)
+            assert check_records([row]) == sum(row.loss_mask) > 40
+        await gateway.backend.aclose()
+        await asyncio.sleep(0.05)
+        assert (server.running, server.open_connections, len(gateway.sessions)) == (0, 0, 0)
 
 
 async def test_a_stop_string_is_kept_in_the_tokens_and_taken_from_the_text():
