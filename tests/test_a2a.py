@@ -319,7 +319,8 @@ def test_the_http_contract_is_served_beside_it(session: str) -> None:
     [
         ("AgentCoreRLApp().run_a2a()", "a2a-server"),
         (
-            "RolloutClient('arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/a-0123456789', 'b', 'e', transport='a2a')",
+            "RolloutClient('arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/a-0123456789',"
+            " 'b', 'e', transport='a2a')",
             "a2a",
         ),
     ],

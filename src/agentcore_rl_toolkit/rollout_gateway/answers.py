@@ -108,7 +108,7 @@ class Answers(ABC):
         self, session: Session, prompt: Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
     ) -> Turn:
         """One answer, kept as a prepared turn. Raises ``GatewayError``; then, or when cancelled, nothing is kept."""
-        params = self._params(session, prompt)
+        params = self._params(session, prompt, await self.window(session))
         exact = self._check_exactness(session, params)
         parser = self._parser(prompt, params)
         output = _Output()
@@ -164,12 +164,15 @@ class Answers(ABC):
         status = 503 if error.retry_after is not None else 502
         return GatewayError(status, f"the engine failed: {error}", kind="engine_error")
 
-    def _params(self, session: Session, prompt: Prompt) -> dict[str, Any]:
+    async def window(self, session: Session) -> int:
+        """How many tokens a prompt and its answer may have, 0 where nobody said."""
+        return session.max_context_tokens
+
+    def _params(self, session: Session, prompt: Prompt, window: int) -> dict[str, Any]:
         """The effective sampling parameters: defaults < request < overrides, and a limit that fits the window."""
         params = {**session.sampling_defaults, **prompt.request.sampling, **session.sampling_overrides}
         params["stop_token_ids"] = sorted({*self._stop_token_ids, *params.get("stop_token_ids", ())})
         limit = params.get("max_tokens") or params.get("max_new_tokens") or 0
-        window = session.max_context_tokens
         if window:
             room = window - prompt.length
             if room < session.min_response_tokens:
@@ -202,6 +205,19 @@ class TokenAnswers(Answers):
     def __init__(self, backend: SamplingBackend, renderer: Renderer, inexact: Inexact) -> None:
         super().__init__(backend, renderer.stop_token_ids, inexact)
         self._backend, self._renderer = backend, renderer
+        self._engine_window: int | None = None
+
+    async def window(self, session: Session) -> int:
+        """The session's, else the engine's own, asked for once."""
+        if session.max_context_tokens:
+            return session.max_context_tokens
+        if self._engine_window is None:
+            ask = getattr(self._backend, "context_window", None)
+            try:
+                self._engine_window = (await ask() if ask else None) or 0
+            except EngineError:  # whoever samples next will hear of it, and ask again
+                return 0
+        return self._engine_window
 
     def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
         request = prompt.request

@@ -267,7 +267,7 @@ def models_handler(gateway: RolloutGateway) -> Handler:
     """The one model, in the words of both vendors, with the session's window where the request has a key."""
 
     async def handle(http: web.Request) -> web.StreamResponse:
-        window = _window(gateway, http)
+        window = await _window(gateway, http)
         model: dict[str, Any] = {
             "id": gateway.model,
             "object": "model",
@@ -291,11 +291,12 @@ def models_handler(gateway: RolloutGateway) -> Handler:
     return handle
 
 
-def _window(gateway: RolloutGateway, http: web.Request) -> int | None:
+async def _window(gateway: RolloutGateway, http: web.Request) -> int | None:
     try:
-        return _session(gateway, http).max_context_tokens or None
+        session = _session(gateway, http)
     except GatewayError:
         return None
+    return await gateway.window(session)
 
 
 async def healthz(_: web.Request) -> web.StreamResponse:

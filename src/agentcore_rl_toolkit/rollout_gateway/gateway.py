@@ -233,6 +233,10 @@ class RolloutGateway:
             if session.in_flight.get(key) is answered:
                 del session.in_flight[key]
 
+    async def window(self, session: Session) -> int | None:
+        """How many tokens a prompt and its answer may have: the session's limit, else the engine's if it tells."""
+        return await self._answers.window(session) or None
+
     async def count_tokens(self, session: Session, request: WireRequest) -> int:
         """The length of the prompt that a request would give. Nothing is sampled or kept. Raises ``GatewayError``."""
         return await self._prompts.count(session.tree, request)

@@ -142,6 +142,15 @@ class ReplicaRouter:
         self.top_logprobs = all(getattr(backend, "top_logprobs", False) for backend in backends)
         self.stop_kind = kinds.pop() if len(kinds) == 1 else "ids" if kinds else "both"
 
+    async def context_window(self) -> int | None:
+        """The smallest window that a replica tells, None if none does. Raises ``EngineError`` if all fail."""
+        asks = [ask() for r in self.replicas if (ask := getattr(r.backend, "context_window", None))]
+        told = await asyncio.gather(*asks, return_exceptions=True)
+        failed = [window for window in told if isinstance(window, BaseException)]
+        if told and len(failed) == len(told):
+            raise failed[0]
+        return min((window for window in told if isinstance(window, int)), default=None)
+
     # -- the seam ----------------------------------------------------------------------------------------
 
     async def generate(
