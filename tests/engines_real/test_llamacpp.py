@@ -272,7 +272,7 @@ async def test_tool_conversations_are_one_row_each(server, checkpoint):
     assert called_rows
     row = called_rows[0]
     assert 0 in row.loss_mask  # the tool's result
-    await asyncio.to_thread(check_logprobs, server, row)
+    await asyncio.to_thread(check_logprobs, server, row, 5)
 
 
 async def test_a_server_that_dies_fails_the_turns_it_was_sampling_and_no_others(checkpoint):
