@@ -180,7 +180,7 @@ def test_a_killed_script_takes_its_sessions_up_again(local: LocalAgentCore, tmp_
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("fault", [lose_answer, late(3.0)], ids=["lost", "late"])
+@pytest.mark.parametrize("fault", [lose_answer, pytest.param(late(3.0), marks=pytest.mark.slow)], ids=["lost", "late"])
 def test_an_unanswered_invoke_is_sent_again_and_the_agent_runs_once(
     local: LocalAgentCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
