@@ -63,7 +63,11 @@ class ObjectStore:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
         # No fsync: what was acknowledged survives the death of every process, not a power cut. A plain rollback
         # journal, since WAL needs shared memory, which network file systems don't have.
-        self._db.executescript(f"PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=OFF; {_SCHEMA}")
+        try:
+            self._db.executescript(f"PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=OFF; {_SCHEMA}")
+        except sqlite3.Error:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         self._db.close()
