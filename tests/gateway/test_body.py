@@ -149,13 +149,15 @@ def histories(draw: st.DrawFn) -> list[bytes]:
     items: list[str] = []
     found = []
     for _ in range(draw(st.integers(2, 6))):
-        match draw(st.sampled_from([*["grow"] * 5, "edit", "write anew", "shorten", "head"])):
+        match draw(st.sampled_from([*["grow"] * 5, "edit", "write anew", "shorten", "again", "head"])):
             case "edit" if items:
                 items[draw(st.integers(0, len(items) - 1))] = draw(text_of(draw(messages)))
             case "write anew":
                 items = [draw(text_of(json.loads(item))) for item in items]
             case "shorten" if items:
                 items = items[: draw(st.integers(0, len(items) - 1))]
+            case "again":
+                pass
             case "head":
                 head = draw(st.sampled_from(["{", '{"messages": [{}], ']))
             case _:
@@ -187,6 +189,11 @@ def test_what_is_known_is_not_parsed_again_and_what_is_new_is():
     other = read_body(b'{"messages": [{"n": 1}, {"n": 4}, {"n": 3}], "a": 2}', NAME, [first])[NAME]
     assert other._items == [{"n": 1}, {"n": 4}, {"n": 3}]
     assert not goes_on(other, first)
+    long = b', {"content": "the same words at the end of both"}'
+    first = read_body(b'{"messages": [{"n": 1}' + long + b"]}", NAME, [])[NAME]
+    edited = read_body(b'{"messages": [{"n": 2}' + long + b", {}]}", NAME, [first])[NAME]
+    assert edited[0] == {"n": 2}
+    assert not goes_on(edited, first)
 
 
 @pytest.mark.parametrize("deep", [b"[" * 100_000, b'{"messages": [{"a":' * 100_000, b'{"messages": [' + b"[" * 100_000])

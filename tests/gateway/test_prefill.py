@@ -178,6 +178,41 @@ async def test_a_cut_answer_whose_text_was_changed_is_a_beginning_like_any_other
     check_records(rows)
 
 
+@pytest.mark.parametrize(
+    ("sampled", "fields"), [("Two.<|im_end|>", {}), ("Two. END", {"stop": "END"})], ids=["complete", "stopped"]
+)
+async def test_only_an_answer_that_a_limit_cut_goes_on_by_its_tokens(stream, sampled, fields):
+    """Behind a stop token, or a stop string that the client never saw, there is nothing to go on with."""
+    backend = scripted(sampled, " Or so.<|im_end|>")
+    async with serving(backend) as gateway, client_of(gateway) as client:
+        said = await client.ask([USER], stream=stream, **fields)
+        assert said["content"].strip() == "Two."
+        rest = await client.ask([USER, said], stream=stream)
+        assert rest["content"] == " Or so."
+        rows = await gateway.finish_session(client.session.session_id)
+    assert backend.calls[1][0] == continued([USER, said])
+    assert len(rows) == 2
+    check_records(rows)
+
+
+@pytest.mark.parametrize("beginning", ["It is", "  It is", "\n\nIt is ", " ", "\n"])
+async def test_space_that_a_format_owns_is_not_counted_twice(stream, beginning):
+    """This template closes the reasoning in front of every answer; what stands there is no part of the text."""
+    source = OPEN_REASONING.replace("m.reasoning_content -", "m.role == 'assistant' -").replace(
+        "m.reasoning_content +", "(m.reasoning_content or '') +"
+    )
+    closing = HfTemplateRenderer(TINY, chat_template=source)
+    backend = scripted("two, so.<|im_end|>", "Hm.\n</think>\n\nBye.<|im_end|>")
+    async with serving(backend, rendered_by=closing) as gateway, client_of(gateway) as client:
+        rest = await client.ask([USER, assistant(beginning)], stream=stream)
+        assert rest == {"role": "assistant", "content": "two, so."}
+        await client.ask([USER, assistant(beginning + rest["content"]), USER], stream=stream)
+        [row] = await gateway.finish_session(client.session.session_id)
+    assert gateway.renderer.decode(backend.calls[0][0]).endswith(f"<think>\n\n</think>\n\n{beginning}")
+    assert len(row.metadata["turns"]) == 2
+    check_records([row])
+
+
 async def test_a_retry_gets_the_same_rest_again(wire, stream):
     backend = scripted(" two.<|im_end|>")
     async with serving(backend) as gateway, client_of(gateway) as client:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Literal
 
 from ..errors import GatewayError, RenderError
@@ -94,9 +95,7 @@ class Prompts:
         if place.parent is not None and not place.new:
             return place.parent.begun + place.parent.sampled_tokens
         asked, _, _ = await asyncio.to_thread(self._render, request, place, "")
-        return len(new_ids) - next(
-            (i for i, (a, b) in enumerate(zip(new_ids, asked, strict=False)) if a != b), len(asked)
-        )
+        return len(new_ids) - len(commonprefix([new_ids, asked]))  # noqa: RUF071 - of lists it is what we want
 
     async def count(self, tree: TokenTree, request: WireRequest) -> int:
         """The prompt's length in tokens. Raises ``GatewayError``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from os.path import commonprefix
 
 from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, OutputParser, ParsedMessage, ReasoningDelta
 
@@ -107,28 +108,32 @@ class Continued:
                 said += delta.text
             elif isinstance(delta, ReasoningDelta):
                 thought += delta.text
-        if said[:1] != text[:1]:  # the format takes no space at the beginning of a text
+        if said and said[0] != text[0]:  # a parser that takes no space at the beginning of a text
             text = text.lstrip()
-        self._thought, self._said = len(thought), max(len(text), len(said))
-        self._skip = self._said - len(said)
-        """Characters of content that are held back in the parser, but that the client has."""
+        self._thought, self._said = len(thought), len(said)
+        self._held = text[len(said) :]
+        """What the client has, but the parser may hold back."""
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         return self._rest(self._parser.feed(ids))
 
     def finish(self, finish_reason: str) -> tuple[list[Delta], ParsedMessage]:
         deltas, message = self._parser.finish(finish_reason)
+        deltas = self._rest(deltas)
         rest = replace(message, reasoning=message.reasoning[self._thought :], content=message.content[self._said :])
-        return self._rest(deltas), rest
+        return deltas, rest
 
     def _rest(self, deltas: Sequence[Delta]) -> list[Delta]:
         out: list[Delta] = []
         for delta in deltas:
-            if isinstance(delta, ContentDelta) and self._skip:
-                text, self._skip = delta.text[self._skip :], max(0, self._skip - len(delta.text))
-                delta = ContentDelta(text)
-                if not text:
+            if isinstance(delta, ContentDelta) and self._held:
+                known = len(commonprefix([delta.text, self._held]))  # noqa: RUF071 - of texts it is what we want
+                self._said += known
+                rest = delta.text[known:]
+                self._held = "" if rest else self._held[known:]
+                if not rest:
                     continue
+                delta = ContentDelta(rest)
             out.append(delta)
         return out
 
