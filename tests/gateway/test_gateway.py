@@ -435,3 +435,19 @@ def test_an_ipv6_address_makes_a_url():
         assert server.create_session().base_url.startswith(f"http://[::1]:{server.port}/sessions/")
     finally:
         server.shutdown()
+
+
+async def test_routed_experts_of_a_row_are_those_of_its_last_turn():
+    class Routed(ScriptedBackend):
+        async def stream(self, **request):
+            async for chunk in super().stream(**request):
+                if chunk.finish_reason:
+                    chunk.extra["routed_experts"] = [[len(request["prompt_ids"])]]
+                yield chunk
+
+    backend = Routed(lambda _: encode("x<|im_end|>"))
+    async with serving(backend) as gateway, client_of(gateway) as client:
+        messages = [USER, await client.ask([USER]), USER]
+        await client.ask(messages)
+        [row] = await gateway.finish_session(client.session.session_id)
+    assert row.routed_experts == [[len(backend.calls[-1][0])]]

@@ -59,6 +59,7 @@ class _Output:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int | None] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    routed_experts: Any = None
     finish_reason: str = ""
 
     def add(self, record: TurnRecord) -> None:
@@ -71,6 +72,7 @@ class _Output:
         except EngineError as error:
             raise GatewayError(502, f"the engine's answer is unusable: {error}", kind="engine_error") from error
         self.top_logprobs += record.extra.get("top_logprobs", ())
+        self.routed_experts = record.extra.get("routed_experts", self.routed_experts)
         self.finish_reason = record.finish_reason
 
     def check_whole(self) -> None:
@@ -280,6 +282,7 @@ def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _
         begun=prompt.begun,
         trimmed=trimmed,
         top_logprobs=output.top_logprobs or None,
+        routed_experts=output.routed_experts,
         tip_answer=answer,
         asked=(prompt.request.raw_messages, prompt.request.tools),
     )

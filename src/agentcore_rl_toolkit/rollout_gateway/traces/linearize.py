@@ -148,4 +148,5 @@ def _record(
         status=leaf.cut or (Status.TRUNCATED if leaf.finish_reason == "length" else Status.COMPLETED),
         turn_rewards=None if turn_rewards is None else [float(turn_rewards[t.order]) for t in path],
         policy_versions=row.versions,
+        routed_experts=leaf.routed_experts,
     )

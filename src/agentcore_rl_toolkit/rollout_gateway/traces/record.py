@@ -34,7 +34,8 @@ class TraceRecord:
     ``exact_logprobs``, ``turns`` (per turn: span in the response region, finish reason, sampling parameters …).
     ``policy_versions``: one int or None per response token; None where the engine reports none.
     ``turn_rewards``: one float per delivered turn of this row, or None.
-    ``routed_experts``: engine data, optional.
+    ``routed_experts``: the experts that the row's tokens went through, in order, an integer array as the engine gave it
+    with the last turn (usually without the very last token); None where it gives none.
     """
 
     token_ids: list[int]

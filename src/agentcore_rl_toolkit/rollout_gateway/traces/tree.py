@@ -82,6 +82,8 @@ class Turn:
     exact: bool = True
     masked: bool = False
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    routed_experts: Any = None
+    """Of all tokens up to the end of this turn, as the engine gave them; kept until a turn follows, which has them too."""
     cut: Status | None = None
     state: TurnState = TurnState.PREPARED
     order: int = -1
@@ -244,6 +246,7 @@ class TokenTree:
         """Another turn follows this one for good. If it was only prepared, it is thereby delivered."""
         self.deliver(turn)
         turn.extended = True
+        turn.routed_experts = None
         self._forget(turn)
 
     def discard(self, turn: Turn) -> None:
