@@ -194,6 +194,8 @@ def test_what_is_known_is_not_parsed_again_and_what_is_new_is():
     edited = read_body(b'{"messages": [{"n": 2}' + long + b", {}]}", NAME, [first])[NAME]
     assert edited[0] == {"n": 2}
     assert not goes_on(edited, first)
+    with pytest.raises(ValueError, match="Expecting value"):
+        read_body(b'{"messages": [{"n": ]}' + long + b", {}]}", NAME, [first])
 
 
 @pytest.mark.parametrize("deep", [b"[" * 100_000, b'{"messages": [{"a":' * 100_000, b'{"messages": [' + b"[" * 100_000])
