@@ -100,12 +100,14 @@ async def test_every_parameter_reaches_the_engine():
     backend = ScriptedBackend(lambda _: encode("x<|im_end|>"))
     async with serving(backend) as gateway, client_of(gateway) as client:
         await Chat(client).post({"messages": [USER], **asked, "max_completion_tokens": 9})
-        without_effect = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}
-        await Chat(client).post({"messages": [USER], **without_effect, "response_format": {"type": "text"}, "n": 1})
+        neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1}
+        without_effect = {"logit_bias": {}, "response_format": {"type": "text"}, "n": 1}
+        await Chat(client).post({"messages": [USER], **neutral, **without_effect})
         rows = await gateway.finish_session(client.session.session_id)
     params = backend.calls[0][1]
     assert {k: params[k] for k in asked} == {**asked, "stop_token_ids": sorted([7, *encode("<|im_end|>")])}
     assert params["max_tokens"] == 9
+    assert {k: backend.calls[1][1][k] for k in neutral} == neutral
     assert not backend.calls[1][1].keys() & without_effect.keys()
     assert [row.metadata["exact_logprobs"] for row in rows] == [False, True]
 

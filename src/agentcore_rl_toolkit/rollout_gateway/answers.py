@@ -174,7 +174,7 @@ class Answers(ABC):
         """The effective sampling parameters: defaults < request < overrides, and a limit that fits the window."""
         params = {**session.sampling_defaults, **prompt.request.sampling, **session.sampling_overrides}
         params["stop_token_ids"] = sorted({*self._stop_token_ids, *params.get("stop_token_ids", ())})
-        limit = params.get("max_tokens") or params.get("max_new_tokens") or 0
+        limit = params.get("max_tokens") or 0
         if window:
             room = window - prompt.length
             if room < session.min_response_tokens:

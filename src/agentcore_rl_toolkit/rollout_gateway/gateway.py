@@ -55,7 +55,7 @@ class RolloutGateway:
         _one_of("inexact", inexact, get_args(Inexact))
         self.backend, self.history, self.model = backend, history, model
         self.base_url = base_url.rstrip("/")
-        self._defaults, self._overrides = sampling_defaults or {}, sampling_overrides or {}
+        self._defaults, self._overrides = sampling_defaults, sampling_overrides
         self._abandoned = abandoned
         self.renderer: Renderer | Vocabulary
         self._prompts: Prompts | ChatPrompts
@@ -90,8 +90,8 @@ class RolloutGateway:
         return self.sessions.create(
             session_id,
             self.base_url,
-            sampling_defaults={**self._defaults, **(sampling_defaults or {})},
-            sampling_overrides={**self._overrides, **(sampling_overrides or {})},
+            sampling_defaults=_merged(self._defaults, sampling_defaults),
+            sampling_overrides=_merged(self._overrides, sampling_overrides),
             max_context_tokens=max_context_tokens,
             min_response_tokens=min_response_tokens,
             max_turns=max_turns,
@@ -270,6 +270,19 @@ async def _drain(session: Session, wait: float) -> None:
 def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: {' or '.join(map(repr, allowed))}, not {value!r}")
+
+
+def _merged(*layers: dict[str, Any] | None) -> dict[str, Any]:
+    """Sampling parameters of which the later win, each under one name: else one layer's ``max_tokens`` would stand
+    beside the ``max_new_tokens`` of another."""
+    params: dict[str, Any] = {}
+    for layer in layers:
+        params |= layer or {}
+        if "max_new_tokens" in params:
+            params["max_tokens"] = params.pop("max_new_tokens")
+    if isinstance(params.get("stop"), str):
+        params["stop"] = [params["stop"]]
+    return params
 
 
 def _check_budget(session: Session, n: int) -> None:

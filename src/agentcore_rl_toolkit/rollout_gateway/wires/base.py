@@ -193,11 +193,10 @@ SAMPLING: Numbers = {
     "frequency_penalty": ("frequency_penalty", float, -2.0, 2.0),
     "repetition_penalty": ("repetition_penalty", float, 0.0, 100.0),
 }
-_NO_PENALTY = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
 
 def numbers(body: JSON, fields: Numbers) -> dict[str, Any]:
-    """The numeric parameters of a request, under the engine's names. A penalty without effect is none."""
+    """The numeric parameters of a request, under the engine's names."""
     params: dict[str, Any] = {}
     for name, (engine_name, kind, low, high) in fields.items():
         value = body.get(name)
@@ -209,8 +208,7 @@ def numbers(body: JSON, fields: Numbers) -> dict[str, Any]:
             raise bad_request(name, f"{value} is not between {low:g} and {high:g}")
         if kind is int and value != int(value):
             raise bad_request(name, f"a whole number is required, got {value!r}")
-        if _NO_PENALTY.get(name) != value:
-            params[engine_name] = kind(value)
+        params[engine_name] = kind(value)
     return params
 
 
