@@ -83,7 +83,7 @@ class Turn:
     masked: bool = False
     top_logprobs: list[list[tuple[int, float]]] | None = None
     routed_experts: Any = None
-    """Of all tokens up to the end of this turn, as the engine gave them; kept until a turn follows that has them too."""
+    """Of all tokens up to the end of this turn, as the engine gave them; kept until a turn follows that has them."""
     cut: Status | None = None
     state: TurnState = TurnState.PREPARED
     order: int = -1
