@@ -14,7 +14,7 @@ from ..parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, Re
 from ._http import StatusError
 from ._tokens import NEUTRAL, CheckedServer, version_of
 from .base import ChatChunk
-from .vllm import sampled_tokens, top_tokens
+from .vllm import check_named, sampled_tokens, top_tokens, window_of
 
 _CHAT = "/v1/chat/completions"
 _OWN_NAMES = {"min_new_tokens": "min_tokens"}
@@ -99,10 +99,7 @@ class ChatProxyBackend(CheckedServer):
 
     async def context_window(self) -> int | None:
         """The model's window in tokens, None if the server does not say. Raises ``EngineError``."""
-        models = (await self.get_json("/v1/models") or {}).get("data") or [{}]
-        named = [model for model in models if model.get("id") == self.model] or models
-        window = named[0].get("max_model_len")
-        return window if isinstance(window, int) else None
+        return window_of(await self.get_json("/v1/models"), self.model)
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -232,8 +229,7 @@ class _Answer:
             if logprobs and ids is None:
                 raise EngineError(f"{self._url} {_NO_IDS.format('token_ids')}")
         ids = ids or []
-        if len(named) == len(ids) and any(a is not None and a != b for a, b in zip(named, ids, strict=True)):
-            raise EngineError(f"{self._url} gave logprobs of other tokens than it sampled")
+        check_named(self._url, named, ids)
         return ids, logprobs
 
     def _deltas(self, said: Mapping[str, Any]) -> list[Delta]:

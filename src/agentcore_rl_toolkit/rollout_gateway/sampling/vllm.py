@@ -45,10 +45,7 @@ class VllmBackend(TokenServer):
 
     async def context_window(self) -> int | None:
         """The model's window in tokens, None if the server does not say. Raises ``EngineError``."""
-        models = (await self.get_json("/v1/models") or {}).get("data") or [{}]
-        named = [model for model in models if model.get("id") == self.model] or models
-        window = named[0].get("max_model_len")
-        return window if isinstance(window, int) else None
+        return window_of(await self.get_json("/v1/models"), self.model)
 
     async def _pieces(
         self, prompt_ids: list[int], params: Mapping[str, Any], session_id: str | None, media: Mapping[str, Any]
@@ -89,8 +86,7 @@ class VllmBackend(TokenServer):
         if not isinstance(ids, list):
             raise EngineError(f"{self.base_url} gave no token ids: vLLM 0.10.2 or newer is needed")
         named, logprobs = sampled_tokens(choice.get("logprobs") or {})
-        if len(named) == len(ids) and any(a is not None and a != b for a, b in zip(named, ids, strict=True)):
-            raise EngineError(f"{self.base_url} gave logprobs of other tokens than it sampled")
+        check_named(self.base_url, named, ids)
         extra: dict[str, Any] = {"top_logprobs": top_tokens(choice.get("logprobs") or {}, top)} if top else {}
         if self.routed_experts and choice.get("routed_experts"):
             extra["routed_experts"] = _array(choice["routed_experts"])
@@ -113,6 +109,20 @@ class VllmBackend(TokenServer):
                 raise SetupError(f"{self.base_url} gives no logprobs: start vLLM with --max-logprobs {_TOP} or more")
             return dict(tops[0])
         raise AssertionError("the last path returns or raises")
+
+
+def window_of(models: Any, name: str | None) -> int | None:
+    """The window, in tokens, that ``/v1/models`` tells of a model; None where it tells none."""
+    served = (models or {}).get("data") or [{}]
+    named = [model for model in served if model.get("id") == name] or served
+    window = named[0].get("max_model_len")
+    return window if isinstance(window, int) else None
+
+
+def check_named(url: str, named: Sequence[int | None], ids: Sequence[int]) -> None:
+    """Logprobs that name the tokens they are of must name the sampled ones. Their number is checked elsewhere."""
+    if len(named) == len(ids) and any(a is not None and a != b for a, b in zip(named, ids, strict=True)):
+        raise EngineError(f"{url} gave logprobs of other tokens than it sampled")
 
 
 def sampled_tokens(logprobs: Mapping[str, Any]) -> tuple[list[int | None], list[float]]:
