@@ -85,6 +85,7 @@ class FakeChat(FakeServer):
             router.add_post("/tokenize", self.tokenize)
             router.add_post("/detokenize", self.detokenize)
         router.add_get("/health", self.health)
+        router.add_get("/v1/models", self.models)
 
     def chats(self) -> list[dict[str, Any]]:
         """The bodies of all chats, but for the probes."""
@@ -100,6 +101,9 @@ class FakeChat(FakeServer):
             messages.append({**message, "tool_calls": calls})
         variables = {"add_generation_prompt": True, "drop": "drops" in self.faults}
         return encode(self._template.render(messages=messages, tools=body.get("tools"), **variables))
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": 4096}]})
 
     async def tokenize(self, http: web.Request) -> web.Response:
         ids = self.render(await self.body(http))

@@ -465,10 +465,18 @@ async def test_what_the_template_refuses_is_the_clients_fault():
 
 
 async def test_a_prompt_over_the_engines_own_window():
-    async with proxied(script=words) as (_, gateway, http):
+    async with proxied(script=words) as (server, gateway, http):
         client = Client(http, gateway.base_url, gateway.create_session())
-        status, data = await client.post({"messages": [{"role": "user", "content": "Hi! " * 5000}]})
+        long = [{"role": "user", "content": "Hi! " * 5000}]
+        status, data = await client.post({"messages": long})
         assert (status, data["error"]["code"]) == (400, "context_length_exceeded")
+        talker = WIRES["anthropic"](client)
+        status, data = await talker.post(talker.body(long))
+        assert (status, data["error"]["message"].partition(":")[0]) == (400, "prompt is too long")
+        async with http.get(f"{client.session.base_url}/models") as response:
+            assert (await response.json())["data"][0]["max_model_len"] == 4096
+        await client.ask([{"role": "user", "content": "Hi"}])
+        assert not [body for path, body, _ in server.requests if path == "/tokenize"], "nobody set a window"
 
 
 async def test_an_engine_that_cannot_count_or_spell():

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ..errors import ContextLengthExceeded, EngineError, GatewayError
 from .completions import PlainText
@@ -32,22 +32,17 @@ DEFAULT_MAX_TOKENS = 4096
 """Limit of an answer for which nobody named one: engines' own defaults (16, 256, …) cut answers silently."""
 
 
-class CallIds(Protocol):
-    """A renderer, or what stands for one."""
-
-    def call_id(self, parsed_id: str | None, number: int) -> str: ...
-
-
 @dataclass(slots=True)
 class CallIdBook:
-    """The ids of one answer's tool calls: asked for while streaming, and again when the answer is kept."""
+    """The ids of one answer's tool calls: asked for while streaming, and again when the answer is kept.
+    ``new_id``: a renderer's ``call_id``."""
 
-    renderer: CallIds
+    new_id: Callable[[str | None, int], str]
     ids: list[str] = field(default_factory=list)
 
     def __call__(self, index: int, parsed_id: str | None) -> str:
         while len(self.ids) <= index:
-            self.ids.append(self.renderer.call_id(parsed_id if len(self.ids) == index else None, len(self.ids)))
+            self.ids.append(self.new_id(parsed_id if len(self.ids) == index else None, len(self.ids)))
         return self.ids[index]
 
 
@@ -94,6 +89,7 @@ class Answers(ABC):
 
     def __init__(self, backend: object, stop_token_ids: Sequence[int], inexact: Inexact) -> None:
         self._engine, self._stop_token_ids, self._inexact = backend, stop_token_ids, inexact
+        self._engine_window: int | None = None
 
     @abstractmethod
     def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed: ...
@@ -110,7 +106,7 @@ class Answers(ABC):
         self, session: Session, prompt: Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
     ) -> Turn:
         """One answer, kept as a prepared turn. Raises ``GatewayError``; then, or when cancelled, nothing is kept."""
-        params = self._params(session, prompt, await self.window(session))
+        params = self._params(session, prompt, await self._limit(session))
         exact = self._check_exactness(session, params)
         parser = self._parser(prompt, params)
         output = _Output()
@@ -167,8 +163,21 @@ class Answers(ABC):
         return GatewayError(status, f"the engine failed: {error}", kind="engine_error")
 
     async def window(self, session: Session) -> int:
-        """How many tokens a prompt and its answer may have, 0 where nobody said."""
-        return session.max_context_tokens
+        """How many tokens a prompt and its answer may have: the session's limit, else the engine's own, asked for once;
+        0 where nobody tells."""
+        if session.max_context_tokens:
+            return session.max_context_tokens
+        if self._engine_window is None:
+            ask = getattr(self._engine, "context_window", None)
+            try:
+                self._engine_window = (await ask() if ask else None) or 0
+            except EngineError:  # whoever samples next will hear of it, and ask again
+                return 0
+        return self._engine_window
+
+    async def _limit(self, session: Session) -> int:
+        """The window that answers are cut to fit, 0 for none."""
+        return await self.window(session)
 
     def _params(self, session: Session, prompt: Prompt, window: int) -> dict[str, Any]:
         """The effective sampling parameters: defaults < request < overrides, and a limit that fits the window."""
@@ -207,19 +216,6 @@ class TokenAnswers(Answers):
     def __init__(self, backend: SamplingBackend, renderer: Renderer, inexact: Inexact) -> None:
         super().__init__(backend, renderer.stop_token_ids, inexact)
         self._backend, self._renderer = backend, renderer
-        self._engine_window: int | None = None
-
-    async def window(self, session: Session) -> int:
-        """The session's, else the engine's own, asked for once."""
-        if session.max_context_tokens:
-            return session.max_context_tokens
-        if self._engine_window is None:
-            ask = getattr(self._backend, "context_window", None)
-            try:
-                self._engine_window = (await ask() if ask else None) or 0
-            except EngineError:  # whoever samples next will hear of it, and ask again
-                return 0
-        return self._engine_window
 
     def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
         request = prompt.request

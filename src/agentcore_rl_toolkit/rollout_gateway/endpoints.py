@@ -118,7 +118,7 @@ class _Exchange:
         self._prompt_tokens = 0
 
     async def whole(self) -> web.StreamResponse:
-        turns = await self._turns([CallIdBook(self._gateway.renderer) for _ in range(self._request.n)])
+        turns = await self._turns(self._call_ids())
         response = _json(self._encode(self._answer(turns)))
         await response.prepare(self._http)
         await response.write_eof()
@@ -133,7 +133,7 @@ class _Exchange:
         return encoded
 
     async def stream(self) -> web.StreamResponse:
-        books = [CallIdBook(self._gateway.renderer) for _ in range(self._request.n)]
+        books = self._call_ids()
         encoder = self._wire.stream(self._id, self._created, self._request, books)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         out = _EventStream(response, self._http)
@@ -164,6 +164,9 @@ class _Exchange:
         await response.write_eof()
         self._deliver(turns)
         return response
+
+    def _call_ids(self) -> list[CallIdBook]:
+        return [CallIdBook(self._gateway.renderer.call_id) for _ in range(self._request.n)]
 
     async def _turns(self, books: list[CallIdBook], send: OnDeltas | None = None) -> list[Turn]:
         return await self._gateway.take_turns(

@@ -108,6 +108,10 @@ class ChatAnswers(Answers):
             prompt.counted = await count_tokens(self._chat, prompt)
         return await super().sample(session, prompt, choice, call_ids, on_deltas)
 
+    async def _limit(self, session: Session) -> int:
+        """The session's alone: the length of a prompt is known only where it was asked for."""
+        return session.max_context_tokens
+
     def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
         assert isinstance(prompt, ChatPrompt)
         prompt.relay = Relay()

@@ -137,6 +137,8 @@ class AnthropicMessages:
         told: dict[str, Any] = {"type": _ERROR_TYPES.get(error.status, "api_error"), "message": str(error)}
         if isinstance(error, ContextLengthExceeded):
             told["message"] = f"prompt is too long: {error.prompt_tokens} tokens > {error.maximum} maximum"
+        elif error.kind == "context_length_exceeded":  # in the words of an engine that counts for itself
+            told["message"] = f"prompt is too long: {error}"
         elif error.kind == "previous_response_not_found":  # the vendor's SDK then sends the whole conversation again
             told["message"] = "thread.previous_message_id: this session has no such message to go on from (any more)"
             told["details"] = {"error_code": "thread_not_found"}
