@@ -184,7 +184,7 @@ def test_a_second_ctrl_c_quits_at_once(demo):
     started = time.monotonic()
     demo.wait(timeout=10)
     assert demo.process.returncode == 130
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     demo.assert_nothing_is_left()
 
 
