@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -37,9 +37,7 @@ class Words:
         self._known: dict[str, list[int]] = {}
 
     def ids(self, text: str) -> list[int]:
-        words = [text]
-        for cut in self._cuts:
-            words = cut(text) if len(words) == 1 else [piece for word in words for piece in cut(word)]
+        words = self._cut(text)
         known = self._known
         ids: list[int] = []
         for word in words:
@@ -48,6 +46,17 @@ class Words:
             except KeyError:
                 ids += self._learn(word)
         return ids
+
+    def cuts_alike(self, text: str) -> bool:
+        """Whether ``text`` is cut as the tokenizer cuts it."""
+        pieces = [piece for piece, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        return pieces == [word.translate(_BYTE_CHARS) for word in self._cut(text)]
+
+    def _cut(self, text: str) -> list[str]:
+        words = [text]
+        for cut in self._cuts:
+            words = cut(text) if len(words) == 1 else [piece for word in words for piece in cut(word)]
+        return words
 
     def _learn(self, word: str) -> list[int]:
         ids = [token.id for token in self._tokenizer.model.tokenize(word.translate(_BYTE_CHARS))]
@@ -67,12 +76,38 @@ def words_of(tokenizer: Tokenizer) -> Words | None:
     )
     if model["type"] != "BPE" or model.get("dropout") or model.get("continuing_subword_prefix") or odd:
         return None
-    if model.get("end_of_word_suffix") or not _keeps_ascii(normalizer):
+    if model.get("end_of_word_suffix") or not _keeps_ascii(normalizer) or _entangled(tokenizer, spec["added_tokens"]):
         return None
     try:
-        return Words(tokenizer, _cuts(spec["pre_tokenizer"]))
+        cuts = _cuts(spec["pre_tokenizer"])
     except (ValueError, KeyError, TypeError, re.error):
         return None
+    words = Words(tokenizer, cuts)
+    return words if all(map(words.cuts_alike, _samples())) else None
+
+
+def _samples() -> Iterator[str]:
+    """Texts that hold every pair of ASCII characters, and that begin and end in all of them."""
+    chars = [chr(i) for i in range(128)]
+    text = "".join(a + b for a in chars for b in chars)
+    return (text[start : start + 97] for start in range(0, len(text), 97))
+
+
+def _entangled(tokenizer: Tokenizer, added: Sequence[dict[str, Any]]) -> bool:
+    """Whether added tokens are not simply found from left to right, the longest first: those that are looked for in
+    normalized text come second, and may be spelled in other characters."""
+    second = {t["content"] for t in added if t["normalized"]}
+    normalizer = tokenizer.normalizer
+    if normalizer is not None and any(normalizer.normalize_str(token) != token for token in second):
+        return True
+    first = {t["content"] for t in added if not t["normalized"] and t["content"].isascii()}
+    begins = {token[:n] for token in first for n in range(1, len(token) + 1)}
+    ends = {token[-n:] for token in first for n in range(1, len(token) + 1)}
+    return any(
+        token[n:] in begins or token[: n + 1] in ends or any(token[n:m] in first for m in range(n, len(token)))
+        for token in filter(str.isascii, second)
+        for n in range(len(token))
+    )
 
 
 def _keeps_ascii(normalizer: dict[str, Any] | None) -> bool:
@@ -121,10 +156,14 @@ def _cut(pattern: str) -> Cut:
 def over_ascii(pattern: str) -> str:
     """An expression of the ``tokenizers`` library (Oniguruma's) that Python matches alike in ASCII text.
 
-    With ``re.ASCII`` only Unicode properties differ; ``ValueError`` for set operations inside a class.
+    With ``re.ASCII`` only Unicode properties differ; ``ValueError`` for set operations inside a class, and for what
+    Oniguruma reads as Ruby does: anchors of lines, marks behind an interval.
     """
-    out, in_class = [], False
+    out: list[str] = []
+    in_class = False
     for token in _REGEX_TOKEN.findall(pattern):
+        if not in_class and (token in ("^", "$", r"\Z") or (out[-1:] == ["}"] and token in ("+", "?"))):
+            raise ValueError(f"{token} has another meaning here")
         if prop := _PROPERTY.fullmatch(token):
             members = _ascii_of(prop[3], negated=(prop[1] == "P") != (prop[2] == "^"))
             out.append(members if in_class else f"[{members}]")
