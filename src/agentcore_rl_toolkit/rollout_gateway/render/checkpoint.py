@@ -31,7 +31,7 @@ def load(source: Any, chat_template: str | None = None) -> Checkpoint:
         raise SetupError(f"{type(source).__name__} is no fast tokenizer: pass one, or the checkpoint folder's path")
     special = {k: v for k, v in source.special_tokens_map.items() if isinstance(v, str)}
     template = chat_template or _chosen(source.chat_template, "the tokenizer")
-    return Checkpoint(Tokenizer.from_str(backend.to_str()), template, special)
+    return Checkpoint(_whole(Tokenizer.from_str(backend.to_str())), template, special)
 
 
 def _from_folder(folder: Path, chat_template: str | None) -> Checkpoint:
@@ -50,11 +50,18 @@ def _from_folder(folder: Path, chat_template: str | None) -> Checkpoint:
             special[name] = text
     ends = _json(folder / "generation_config.json").get("eos_token_id")
     return Checkpoint(
-        Tokenizer.from_file(str(folder / "tokenizer.json")),
+        _whole(Tokenizer.from_file(str(folder / "tokenizer.json"))),
         chat_template or _chosen(template, str(folder)),
         special,
         [ends] if isinstance(ends, int) else list(ends or []),
     )
+
+
+def _whole(tokenizer: Tokenizer) -> Tokenizer:
+    """Without the cutting and padding that a training run may have left in the file."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _json(path: Path) -> dict[str, Any]:
