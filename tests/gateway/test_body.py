@@ -127,6 +127,8 @@ def check(data: bytes, earlier: list[RawMessages]) -> None:
 @example(b'{"messages": [{},]}')
 @example(b'{"messages": [{}]} {}')
 @example(b'{"messages": [NaN, 1e999]}')
+@example(b'{"x": 18446744073709551616, "messages": [-9223372036854775809, 1]}')
+@example(b'{"messages": [{}], "messages": [123456789012345678901234567890]}')
 @example('{"x": "'.encode("utf-16-le") + b'"messages":[1]' + '"}'.encode("utf-16-le"))
 def test_any_body_is_read_as_the_standard_library_reads_it(data):
     check(data, [])

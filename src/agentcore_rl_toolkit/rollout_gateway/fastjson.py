@@ -7,6 +7,10 @@ import json
 from importlib import import_module
 from typing import Any
 
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * 19
+"""An integer of more than 64 bits, perhaps: orjson would round it."""
+
 orjson: Any = None
 with contextlib.suppress(ModuleNotFoundError):
     orjson = import_module("orjson")
@@ -14,7 +18,7 @@ with contextlib.suppress(ModuleNotFoundError):
 
 def loads(data: bytes) -> Any:
     """Parse a body. Raises ``ValueError`` (or ``RecursionError``) for what is not JSON."""
-    if orjson is not None:
+    if orjson is not None and _LONG_NUMBER not in data.translate(_DIGITS):
         try:
             return orjson.loads(data)
         except orjson.JSONDecodeError:
