@@ -116,6 +116,16 @@ async def test_inexact_turns_are_refused_masked_or_told(field, caplog):
     assert len([text for text in warnings if "inexact" in text and name in text]) == 1  # once a session
 
 
+async def test_neutral_values_are_exact():
+    neutral = {"top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "repetition_penalty": 1, "temperature": 0.5}
+    async with (
+        serving(ScriptedBackend(lambda _: encode("word<|im_end|>")), inexact="refuse") as gateway,
+        client_of(gateway) as client,
+    ):
+        for fields in (neutral, {"top_k": -1, "temperature": 1}):
+            await client.ask([USER], **fields)
+
+
 async def test_overrides_make_a_request_exact():
     backend = ScriptedBackend(lambda _: encode("word<|im_end|>"))
     overrides = {"top_p": 1.0, "temperature": 1.0, "top_k": -1}

@@ -16,10 +16,9 @@ from .messages import assistant_message, chain, tools_key
 from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, OutputParser, ParsedMessage, ReasoningDelta
 from .prompts import Prompt
 from .render.base import Renderer
-from .sampling import SamplingBackend, TurnRecord
-from .sampling.base import add_versions
+from .sampling import NEUTRAL, SamplingBackend, TurnRecord, add_versions, check_output
 from .sessions import Session
-from .traces import Turn, check_output
+from .traces import Turn
 from .trimmed import Continued, Trimmed
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class _Output:
 
     def add(self, record: TurnRecord) -> None:
         if problem := check_output(record.output_ids, record.output_log_probs):
-            raise GatewayError(502, f"the engine's answer is unusable: {problem}", kind="engine_error")
+            raise GatewayError(502, f"the engine gave {problem}", kind="engine_error")
         self.ids += record.output_ids
         self.logprobs += record.output_log_probs
         try:
@@ -304,13 +303,11 @@ def replay(turn: Turn) -> list[Delta]:
 
 def inexact_parameters(params: dict[str, Any]) -> list[str]:
     """The parameters under which an engine does not sample from the very distribution whose logprobs it reports."""
-    neutral = {
-        "top_p": (1.0, None),
-        "top_k": (-1, 0, None),
-        "min_p": (0.0, None),
-        "presence_penalty": (0.0, None),
-        "frequency_penalty": (0.0, None),
-        "repetition_penalty": (1.0, None),
-    }
-    names = [name for name, values in neutral.items() if params.get(name) not in values]
-    return ["temperature", *names] if params.get("temperature") == 0 else names
+
+    def changes(name: str, neutral: float) -> bool:
+        value = params.get(name)
+        if name == "temperature":  # logprobs are scaled by any other
+            return value == 0
+        return value not in (None, neutral) and (name, value) != ("top_k", 0)  # which is another way to say -1
+
+    return [name for name, neutral in NEUTRAL.items() if changes(name, neutral)]

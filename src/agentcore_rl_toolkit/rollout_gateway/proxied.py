@@ -19,8 +19,7 @@ from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, Par
 from .prompts import History, Prompt, locate, with_own_ids
 from .sampling import ChatBackend, TurnRecord
 from .sessions import Session
-from .traces import TokenTree, Turn
-from .traces.tree import MAX_VOCABULARY
+from .traces import MAX_VOCABULARY, TokenTree, Turn
 from .trimmed import Trimmed
 from .wires import WireRequest
 

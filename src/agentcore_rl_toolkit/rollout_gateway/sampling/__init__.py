@@ -1,6 +1,7 @@
 """Sampling engines: token ids -> token ids + logprobs."""
 
 from .base import (
+    NEUTRAL,
     ChatBackend,
     ChatChunk,
     SamplingBackend,
@@ -9,10 +10,12 @@ from .base import (
     TokenChunk,
     TurnRecord,
     add_versions,
+    check_output,
     collect,
 )
 
 __all__ = [
+    "NEUTRAL",
     "ChatBackend",
     "ChatChunk",
     "SamplingBackend",
@@ -21,5 +24,6 @@ __all__ = [
     "TokenChunk",
     "TurnRecord",
     "add_versions",
+    "check_output",
     "collect",
 ]

@@ -15,9 +15,7 @@ from yarl import URL
 
 from ...errors import EngineError
 from ..fastjson import dumps, loads
-
-RETRY_AFTER = 1.0
-"""Seconds named to the client where the engine names none."""
+from .base import RETRY_AFTER
 
 _TRANSIENT = frozenset({408, 425, 429, 502, 503, 504})
 _MAX_RETRY_AFTER = 60.0

@@ -13,27 +13,13 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ...errors import EngineError, SetupError
-from ._http import RETRY_AFTER, HttpEngine, StatusError
-from .base import ChatChunk, TokenChunk, TurnRecord, collect
+from ._http import HttpEngine, StatusError
+from .base import NO_LOGPROB, RETRY_AFTER, ROUNDING, ChatChunk, TokenChunk, TurnRecord, check_output, collect
 
 logger = logging.getLogger(__name__)
 
 Piece = TypeVar("Piece", bound=TokenChunk)
 
-NEUTRAL: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-"""Sent where nobody asked for anything else: servers fill gaps from the checkpoint's ``generation_config.json``, which
-would change the distribution behind the trainer's back."""
-
-_NO_LOGPROB = -9998.0
-"""JSON has no -inf: vLLM writes -9999, SGLang the smallest float. No sampled token is that unlikely."""
 _PROBE = (1, 2, 3, 4)
 _PROBED = 64
 
@@ -97,16 +83,10 @@ class CheckedServer(HttpEngine):
         """The most likely next tokens and what the server says their logprobs are."""
 
     def _check(self, piece: TokenChunk) -> None:
-        ids, logprobs = piece.output_ids, piece.output_log_probs
-        if len(ids) != len(logprobs):
-            raise EngineError(f"{self.base_url} gave {len(logprobs)} logprobs for {len(ids)} tokens")
-        for logprob in logprobs:
-            # Also catches None (JSON null) and NaN, which no comparison holds for.
-            if not isinstance(logprob, float | int) or not logprob >= _NO_LOGPROB:
-                raise EngineError(f"{self.base_url} gave a sampled token the logprob {logprob}, which can't be trained")
-            if logprob > 1e-3:
-                raise EngineError(f"{self.base_url} gave the logprob {logprob}. {self.unscaled_logprobs}")
-        piece.output_log_probs = [float(logprob) for logprob in logprobs]
+        if problem := check_output(piece.output_ids, piece.output_log_probs):
+            above = any(logprob is not None and logprob > ROUNDING for logprob in piece.output_log_probs)
+            raise EngineError(f"{self.base_url} gave {problem}" + (f". {self.unscaled_logprobs}" if above else ""))
+        piece.output_log_probs = [float(logprob) for logprob in piece.output_log_probs]
         reason = piece.finish_reason
         if reason == "abort":
             raise EngineError(f"{self.base_url} aborted the request", retry_after=RETRY_AFTER)
@@ -123,7 +103,7 @@ class CheckedServer(HttpEngine):
         it can't be asked. Runs by itself before the first answer.
         """
         plain = await self._top_logprobs(prompt_ids, 1.0)
-        if any(value > 1e-3 for value in plain.values()) or math.fsum(map(math.exp, plain.values())) > 1.02:
+        if any(value > ROUNDING for value in plain.values()) or math.fsum(map(math.exp, plain.values())) > 1.02:
             raise SetupError(f"{self.base_url} gives logits instead of logprobs. {self.unscaled_logprobs}")
         scaled = await self._top_logprobs(prompt_ids, 2.0)
         self._scaled = _halved(plain, scaled)
@@ -218,7 +198,7 @@ class TokenServer(CheckedServer):
 
 def _halved(plain: Mapping[Any, float], scaled: Mapping[Any, float]) -> bool | None:
     """Whether temperature 2 halves the distances between logprobs, as it must; a normaliser does not touch them."""
-    common = [i for i in plain if i in scaled and min(plain[i], scaled[i]) > _NO_LOGPROB]
+    common = [i for i in plain if i in scaled and min(plain[i], scaled[i]) > NO_LOGPROB]
     before, after = [plain[i] for i in common], [scaled[i] for i in common]
     if not common or max(before) - min(before) < 0.05:
         return None

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 from ...errors import EngineError
 from ..messages import Message, Tool
 from ..parsed import Delta
+
+RETRY_AFTER = 1.0
+"""Seconds named to the client where the engine names none."""
+
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""The parameters that change the distribution sampled from, and the values with which they don't. Servers are sent
+these where nobody asked for anything else: they fill gaps from the checkpoint's ``generation_config.json``, which
+would change the distribution behind the trainer's back."""
+
+NO_LOGPROB = -9998.0
+"""JSON has no -inf: vLLM writes -9999, SGLang the smallest float. No sampled token is that unlikely."""
+ROUNDING = 1e-3
+"""Some engines round log(1) to a little above 0."""
 
 
 class SamplingParams(TypedDict, total=False):
@@ -169,6 +192,22 @@ async def collect(chunks: AsyncIterator[TokenChunk], prompt_ids: list[int]) -> T
     known = [version for version in versions if version is not None]
     record.policy_version = known if len(set(known)) > 1 else known[0] if known else None
     return record
+
+
+def check_output(output_ids: Sequence[int], logprobs: Sequence[Any]) -> str | None:
+    """What is wrong with the logprobs of (a piece of) an answer, to be read after "gave"; or None. Never padded, cut or
+    guessed."""
+    if len(output_ids) != len(logprobs):
+        return f"{len(logprobs)} logprobs for {len(output_ids)} tokens"
+    with suppress(TypeError):  # a null or a text among them
+        good = all(map(math.isfinite, logprobs))
+        if good and min(logprobs, default=0.0) >= NO_LOGPROB and max(logprobs, default=0.0) <= ROUNDING:
+            return None
+    for logprob in logprobs:
+        # No comparison holds for NaN.
+        if isinstance(logprob, str | None) or not NO_LOGPROB <= logprob <= ROUNDING:
+            return f"a sampled token the logprob {logprob}, which can't be trained"
+    return None
 
 
 def add_versions(versions: list[int | None], chunk: TokenChunk | TurnRecord) -> None:

@@ -12,8 +12,8 @@ from ...errors import EngineError, SetupError
 from ..messages import Message, Tool
 from ..parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, ReasoningDelta
 from ._http import StatusError
-from ._tokens import NEUTRAL, CheckedServer, version_of
-from .base import ChatChunk
+from ._tokens import CheckedServer, version_of
+from .base import NEUTRAL, ChatChunk
 from .vllm import check_named, sampled_tokens, top_tokens, window_of
 
 _CHAT = "/v1/chat/completions"

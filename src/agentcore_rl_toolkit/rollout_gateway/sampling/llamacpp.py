@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ...errors import EngineError
-from ._tokens import NEUTRAL, TokenServer
-from .base import TokenChunk
+from ._tokens import TokenServer
+from .base import NEUTRAL, TokenChunk
 
 logger = logging.getLogger(__name__)
 

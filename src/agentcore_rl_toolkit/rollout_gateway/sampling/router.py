@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import EngineError
-from .base import SamplingBackend, TokenChunk, TurnRecord, collect
+from .base import RETRY_AFTER, SamplingBackend, TokenChunk, TurnRecord, collect
 
 logger = logging.getLogger(__name__)
 
 OnReturn = Callable[[SamplingBackend, int | None], Awaitable[None]]
 
 _SESSIONS = 100_000
-_RETRY_AFTER = 1.0
 _ABORTED = 60.0
 """Seconds for aborted turns to end."""
 
@@ -210,7 +209,7 @@ class ReplicaRouter:
                     yield chunk
         except EngineError as error:
             if error.retry_after is None and getattr(error, "status", 0) >= 500 and not await _healthy(replica):
-                error.retry_after = _RETRY_AFTER  # not this request's fault
+                error.retry_after = RETRY_AFTER  # not this request's fault
             if error.retry_after is not None and not turn.aborted:
                 self._failed(replica, error, began)
             raise
@@ -228,7 +227,7 @@ class ReplicaRouter:
 
     async def _return(self, replica: Replica) -> None:
         if not await _healthy(replica):
-            raise EngineError(f"a replica is still not healthy after: {replica.error}", retry_after=_RETRY_AFTER)
+            raise EngineError(f"a replica is still not healthy after: {replica.error}", retry_after=RETRY_AFTER)
         if self.on_return is not None:
             try:
                 await self.on_return(replica.backend, self.policy_version)
@@ -236,7 +235,7 @@ class ReplicaRouter:
                 raise
             except Exception as error:
                 logger.exception("on_return failed")
-                raise EngineError(f"on_return raised {type(error).__name__}", retry_after=_RETRY_AFTER) from error
+                raise EngineError(f"on_return raised {type(error).__name__}", retry_after=RETRY_AFTER) from error
         replica.returned = True
 
     # -- choice ------------------------------------------------------------------------------------------
@@ -279,7 +278,7 @@ class ReplicaRouter:
         if wanted is None or found is None:
             return
         for other in set(found if isinstance(found, list) else [found]) - {wanted}:
-            raise EngineError(f"a replica samples with weights {other}, current are {wanted}", retry_after=_RETRY_AFTER)
+            raise EngineError(f"a replica samples with weights {other}, current are {wanted}", retry_after=RETRY_AFTER)
 
     # -- weights -------------------------------------------------------------------------------------------
 
@@ -351,7 +350,7 @@ async def _abortable(chunks: AsyncGenerator[TokenChunk], turn: _Running) -> Asyn
         except TimeoutError:
             if not turn.aborted:
                 raise
-            raise EngineError("aborted: the weights are being updated", retry_after=_RETRY_AFTER) from None
+            raise EngineError("aborted: the weights are being updated", retry_after=RETRY_AFTER) from None
         finally:
             turn.limit = None
         yield chunk

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import EngineError, SetupError
-from ._http import RETRY_AFTER
-from ._tokens import NEUTRAL, TokenServer, version_of, versions_of
-from .base import TokenChunk
+from ._tokens import TokenServer, version_of, versions_of
+from .base import NEUTRAL, RETRY_AFTER, TokenChunk
 
 logger = logging.getLogger(__name__)
 

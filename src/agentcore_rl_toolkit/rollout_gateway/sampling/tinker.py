@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...errors import EngineError, SetupError, require
-from ._http import RETRY_AFTER
-from .base import TurnRecord
+from .base import RETRY_AFTER, TurnRecord, check_output
 
 _TRANSIENT = ("APIConnectionError", "InternalServerError", "RateLimitError", "ConflictError")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that ask for nothing, of parameters that Tinker has not
@@ -25,7 +24,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that ask for nothing, of para
     "repetition_penalty": (1,),
 }
 _HONOURED = {"max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids"}
-_LEAST = -9998.0  # JSON has no -inf: servers write numbers below
 
 
 class TinkerBackend:
@@ -172,13 +170,11 @@ async def finished(call: Any) -> Any:
 
 
 def _check(record: TurnRecord) -> None:
-    ids, logprobs = record.output_ids, record.output_log_probs
-    if not ids or len(ids) != len(logprobs):
-        raise EngineError(f"Tinker gave {len(ids)} tokens and {len(logprobs)} logprobs")
-    for logprob in logprobs:
-        if not isinstance(logprob, float | int) or not _LEAST <= logprob <= 1e-3:
-            raise EngineError(f"Tinker gave a sampled token the logprob {logprob}, which can't be trained")
-    record.output_log_probs = [float(logprob) for logprob in logprobs]
+    if not record.output_ids:
+        raise EngineError("Tinker gave an answer without tokens")
+    if problem := check_output(record.output_ids, record.output_log_probs):
+        raise EngineError(f"Tinker gave {problem}")
+    record.output_log_probs = [float(logprob) for logprob in record.output_log_probs]
     if record.finish_reason not in ("stop", "length"):
         raise EngineError(f"Tinker ended its answer with the reason {record.finish_reason!r}")
 

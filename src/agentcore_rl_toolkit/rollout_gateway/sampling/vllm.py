@@ -13,8 +13,8 @@ import numpy as np
 
 from ...errors import EngineError, SetupError
 from ._http import StatusError
-from ._tokens import NEUTRAL, TokenServer, versions_of
-from .base import TokenChunk
+from ._tokens import TokenServer, versions_of
+from .base import NEUTRAL, TokenChunk
 
 logger = logging.getLogger(__name__)
 

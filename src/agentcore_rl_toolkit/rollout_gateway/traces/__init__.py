@@ -2,6 +2,6 @@
 
 from .linearize import linearize
 from .record import Status, TraceRecord
-from .tree import TokenTree, Turn, TurnState, check_output
+from .tree import MAX_VOCABULARY, TokenTree, Turn, TurnState
 
-__all__ = ["Status", "TokenTree", "TraceRecord", "Turn", "TurnState", "check_output", "linearize"]
+__all__ = ["MAX_VOCABULARY", "Status", "TokenTree", "TraceRecord", "Turn", "TurnState", "linearize"]

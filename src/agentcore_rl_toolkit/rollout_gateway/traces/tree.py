@@ -7,8 +7,6 @@ follow each other without a branch are one line, whose tokens are held once, in 
 
 from __future__ import annotations
 
-import contextlib
-import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +21,8 @@ from .record import Status
 MAX_TIPS = 64
 """Branches of a session that are kept ready to be continued cheaply; older ones still work, at more cost."""
 
-
 MAX_VOCABULARY = 1 << 21
+"""No vocabulary has as many tokens (the largest have 2^18)."""
 
 
 class TurnState(IntEnum):
@@ -275,7 +273,6 @@ class TokenTree:
         return sorted((t for t in self.turns if t.state is TurnState.DELIVERED), key=lambda t: t.order)
 
 
-_ROUNDING = 1e-3  # some engines round log(1) to a little above 0
 _INTS: list[int] = []
 
 
@@ -297,16 +294,3 @@ def _same_reasoning(turn: Turn, messages: Sequence[Message]) -> bool:
         if sent and not begins and sent.strip() != node.reasoning.strip():
             return False
     return True
-
-
-def check_output(output_ids: Sequence[int], logprobs: Sequence[float]) -> str | None:
-    """What is wrong with (a piece of) an engine's answer, or None. Never padded, cut or guessed."""
-    if len(output_ids) != len(logprobs):
-        return f"{len(output_ids)} token ids but {len(logprobs)} logprobs"
-    with contextlib.suppress(TypeError):  # a None among them
-        if all(map(math.isfinite, logprobs)) and max(logprobs, default=0.0) <= _ROUNDING:
-            return None
-    for i, logprob in enumerate(logprobs):
-        if logprob is None or not math.isfinite(logprob) or logprob > _ROUNDING:
-            return f"logprob {i} is {logprob}: a finite number not above 0 is required"
-    return None
