@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import ContextLengthExceeded, GatewayError
 from ..messages import Message, Tool, parse_arguments
 from ..parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, ReasoningDelta
+from .arguments import INVALID_JSON, ObjectText, object_of
 from .base import (
     JSON,
+    SAMPLING,
     Answer,
     CallIds,
     Choice,
@@ -33,14 +34,9 @@ from .base import (
 SIGNATURE = "sampled-here"
 """Thinking blocks carry a signature that clients send back; nothing depends on it here."""
 
-INVALID_JSON = "INVALID_JSON"
-"""Arguments that are no JSON object travel as ``{"INVALID_JSON": "<text as sampled>"}``, the vendor's own advice."""
-
 _NUMBERS: Numbers = {
     "max_tokens": ("max_tokens", int, 1, 2**31),
-    "temperature": ("temperature", float, 0.0, 100.0),
-    "top_p": ("top_p", float, 0.0, 1.0),
-    "top_k": ("top_k", int, -1, 2**31),
+    **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
 }
 _CANNOT = {"container", "mcp_servers", "output_format"}
 _HONOURED = {
@@ -122,7 +118,7 @@ class AnthropicMessages:
         if parsed.content:
             content.append({"type": "text", "text": parsed.content})
         for call_id, call in zip(choice.call_ids, parsed.tool_calls, strict=True):
-            arguments = _object_of(call.arguments)
+            arguments = object_of(call.arguments)
             value = {INVALID_JSON: call.arguments} if arguments is None else arguments
             content.append({"type": "tool_use", "id": call_id, "name": call.name, "input": value})
         return {
@@ -159,7 +155,7 @@ class _Stream:
         self._index = 0
         self._open: tuple[str, int] | None = None
         """Type of the open block, and which call it is."""
-        self._arguments = _ObjectText()
+        self._arguments = ObjectText()
 
     def start(self, prompt_tokens: int) -> bytes:
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
@@ -206,7 +202,7 @@ class _Stream:
         if kind == "thinking":
             events = self._piece({"type": "signature_delta", "signature": SIGNATURE})
         elif kind == "tool_use":
-            events, self._arguments = self._json_piece(self._arguments.rest()), _ObjectText()
+            events, self._arguments = self._json_piece(self._arguments.rest()), ObjectText()
         events += _event("content_block_stop", index=self._index)
         self._open = None
         self._index += 1
@@ -217,80 +213,6 @@ class _Stream:
 
     def _json_piece(self, text: str) -> bytes:
         return self._piece({"type": "input_json_delta", "partial_json": text}) if text else b""
-
-
-class _ObjectText:
-    """The text of a call's arguments on its way out, one whole member at a time, as the vendor does it: the client
-    parses it as an object, so text that turns out to be none must not have been sent."""
-
-    def __init__(self) -> None:
-        self._text = ""
-        self._sent = 0
-        self._try_at = 0
-
-    def feed(self, text: str) -> str:
-        self._text += text
-        # Looking again only after the unsent text has grown by half keeps this linear for long values.
-        if len(self._text) < self._try_at or not ("," in text or "}" in text):
-            return ""
-        end = _whole_members(self._text, self._sent)
-        piece, self._sent = self._text[self._sent : end], end
-        self._try_at = end + (len(self._text) - end) * 3 // 2
-        return piece
-
-    def rest(self) -> str:
-        if _object_of(self._text) is not None:
-            return self._text[self._sent :]
-        return ("," if self._sent else "{") + f'"{INVALID_JSON}":{json.dumps(self._text, ensure_ascii=False)}}}'
-
-
-def _whole_members(text: str, start: int) -> int:
-    """How far an object's text consists of whole members, from ``start``, which is such a place (or 0)."""
-    position = _skip_space(text, start)
-    if start == 0:
-        if text[position : position + 1] != "{":
-            return 0
-        position = _skip_space(text, position + 1)
-    elif text[position : position + 1] == ",":
-        position = _skip_space(text, position + 1)
-    end = start
-    try:
-        while text[position : position + 1] == '"':
-            position = _skip_space(text, _DECODER.raw_decode(text, position)[1])
-            if text[position : position + 1] != ":":
-                break
-            after = _DECODER.raw_decode(text, _skip_space(text, position + 1))[1]
-            position = _skip_space(text, after)
-            if text[position : position + 1] not in (",", "}"):  # a number may go on
-                break
-            end = after
-            if text[position] == "}":
-                break
-            position = _skip_space(text, position + 1)
-    except (ValueError, RecursionError):
-        pass
-    return end
-
-
-def _skip_space(text: str, position: int) -> int:
-    while text[position : position + 1] in (" ", "\t", "\n", "\r"):
-        position += 1
-    return position
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _object_of(text: str) -> dict[str, Any] | None:
-    try:
-        value = _DECODER.decode(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 # -- requests --------------------------------------------------------------------------------------------
