@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +91,22 @@ except MissingExtraError as error:
 """
     done = python(code)
     assert done.stdout == "aiohttp is not installed: pip install 'agentcore-rl-toolkit[gateway]'\n", done.stderr
+
+
+LAYERS = ("wires", "render", "sampling", "traces")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_gateways_layers_do_not_import_each_other(layer: str) -> None:
+    gateway = Path(agentcore_rl_toolkit.__file__).parent / "rollout_gateway"
+    top = {path.stem for path in gateway.glob("*.py")} & {"gateway", "sessions", "prompts", "answers", "endpoints"}
+    assert len(top) == 5
+    modules = list((gateway / layer).rglob("*.py"))
+    assert modules
+    for path in modules:
+        package = ["rollout_gateway", *path.relative_to(gateway).parts[:-1]]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+                found = {*base, *(alias.name for alias in node.names)} & ({*LAYERS, *top} - {layer})
+                assert base[0] != "rollout_gateway" or not found, f"{path.name} imports {'.'.join(base)}"
