@@ -47,8 +47,7 @@ class Session:
     max_total_tokens: int | None = None
     deadline: float | None = None
     volatile: list[re.Pattern[str]] = field(default_factory=list)
-    created: float = field(default_factory=time.time)
-    _clock: float = field(default_factory=time.monotonic, repr=False)
+    _created: float = field(default_factory=time.monotonic, repr=False)
     tree: TokenTree = field(default_factory=TokenTree, repr=False)
     sampled_tokens: int = 0
     sampling: int = 0
@@ -58,8 +57,7 @@ class Session:
     requests: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     """Requests being served, until their last byte is written."""
     warned: set[str] = field(default_factory=set, repr=False)
-    """Request fields without effect that the log already names."""
-
+    """What the log already warns of: request fields without effect, inexact logprobs."""
     responses: OrderedDict[str, list[Any]] = field(default_factory=OrderedDict, repr=False)
     """The last answers that a request may name as its beginning: answer id -> all items up to and including it."""
 
@@ -70,7 +68,7 @@ class Session:
             yield
             return
         try:
-            async with asyncio.timeout(max(0.0, self._clock + self.deadline - time.monotonic())):
+            async with asyncio.timeout(max(0.0, self._created + self.deadline - time.monotonic())):
                 await asyncio.sleep(0)  # a deadline that has passed begins nothing
                 yield
         except TimeoutError:
@@ -79,6 +77,7 @@ class Session:
             ) from None
 
     def remember(self, answer_id: str, items: list[Any]) -> None:
+        """Keep the items that an answer ends, for :meth:`recall`."""
         self.responses[answer_id] = items
         while len(self.responses) > _RESPONSES:
             self.responses.popitem(last=False)
@@ -95,9 +94,9 @@ class Session:
             )
         return items
 
-    def not_warned_of(self, fields: Iterable[str]) -> list[str]:
-        """Those of ``fields`` that come for the first time; the rest has had its warning."""
-        new = [name for name in fields if name not in self.warned]
+    def not_warned_of(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that come for the first time; the rest has had its warning."""
+        new = [name for name in names if name not in self.warned]
         if len(self.warned) < _WARNINGS:
             self.warned.update(new)
         return new if len(self.warned) < _WARNINGS else []
@@ -125,6 +124,8 @@ class SessionStore:
         return len(self._by_key)
 
     def create(self, session_id: str | None, gateway_url: str, **limits: Any) -> Session:
+        """Open a session; ``limits``: fields of :class:`Session`. Raises ``ContractError`` for an id that is too short,
+        holds other characters than a URL may, or is in use."""
         if session_id is None:
             session_id = secrets.token_hex(16)
             key = f"{session_id}.{self._mac(session_id)}"

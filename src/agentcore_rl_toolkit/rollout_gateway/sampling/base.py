@@ -67,7 +67,8 @@ class TurnRecord:
     ``output_log_probs``: one float per output token, ``log_softmax(logits / temperature)[token]``,
     before truncation (top-k/p, min-p), penalties and grammar. A sampled token whose logprob is -inf, NaN or missing
     is an ``EngineError``.
-    ``ill_formed``: set by the gateway when the output doesn't parse.
+    ``ill_formed``: nothing here reads it (the gateway parses for itself); engines written for the original toolkit set
+    it.
     ``policy_version``: version of the weights, one int or one per token; None if the engine has none.
     ``extra``: anything else the engine reports; ``top_logprobs``: for each output token the most likely ones,
     ``[(token, logprob), …]``, best first; ``routed_experts``: an integer array, tokens of prompt and answer first.

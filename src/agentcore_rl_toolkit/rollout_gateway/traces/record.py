@@ -14,10 +14,14 @@ class Status(StrEnum):
     """How the conversation behind a row ended."""
 
     PENDING = "pending"
+    """Not ended: for trainers that keep rows of their own; the gateway's rows never have it."""
     COMPLETED = "completed"
     TRUNCATED = "truncated"
+    """Its last answer was cut by a limit."""
     ABORTED = "aborted"
+    """The last request that went on from it was cut by the session's end, or its client hung up."""
     FAILED = "failed"
+    """The last request that went on from it met an engine error."""
 
 
 @dataclass(slots=True)
@@ -30,8 +34,10 @@ class TraceRecord:
     ``rollout_id``: groups the rows of one rollout (the session id).
     ``reward``: float, or None where there is none. A failed rollout has none; it is never 0.0 by default.
     ``response_length``: ``len(loss_mask)``. ``response``: the response region as text.
-    ``metadata``: ``fork`` (why the row left its parent), ``template_divergent_turns``, ``abandoned_turns``,
-    ``exact_logprobs``, ``turns`` (per turn: span in the response region, finish reason, sampling parameters …).
+    ``metadata``: what the caller gave, and what docs/gateway.md lists: ``fork`` (why the row left its parent),
+    ``history``, ``template_divergent_turns``, ``ill_formed_turns``, ``abandoned``, ``abandoned_turns``,
+    ``exact_logprobs``, ``ties``, ``turns`` (per turn: span in the response region, finish reason, sampling parameters
+    …).
     ``policy_versions``: one int or None per response token; None where the engine reports none.
     ``turn_rewards``: one float per delivered turn of this row, or None.
     ``routed_experts``: the experts that the row's tokens went through, in order, an integer array as the engine gave it
