@@ -161,6 +161,16 @@ async def test_a_marked_retry_gets_the_earlier_answer_an_unmarked_one_is_a_sampl
     assert check_records(rows) == len(encode("two<|im_end|>") + encode("three<|im_end|>"))
 
 
+async def test_an_idempotency_key_marks_a_retry_once_it_has_come():
+    backend = ScriptedBackend([encode(f"{word}<|im_end|>") for word in ("one", "two", "three")])
+    async with serving(backend) as gateway, client_of(gateway) as client:
+        keys = ("a", "a", "b", "b", "c")
+        said = [(await client.ask([USER], headers={"Idempotency-Key": key}))["content"] for key in keys]
+        rows = await gateway.finish_session(client.session.session_id)
+    assert said == ["one", "one", "two", "two", "three"]
+    assert len(rows) == len(backend.calls) == 3
+
+
 async def test_a_failing_engine_leaves_no_trace_and_the_next_request_works():
     class Fails(GenerateOnly):
         count = 0

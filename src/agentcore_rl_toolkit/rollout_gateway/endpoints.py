@@ -114,7 +114,7 @@ class _Exchange:
         self._gateway, self._wire, self._session = gateway, wire, session
         self._request, self._http = request, http
         self._id, self._created = wire.id_prefix + random_hex(24), int(time.time())
-        self._retry = _is_retry(http)
+        self._retry = _is_retry(session, http)
         self._prompt_tokens = 0
 
     async def whole(self) -> web.StreamResponse:
@@ -349,9 +349,11 @@ def _session(gateway: RolloutGateway, http: web.Request) -> Session:
             raise max(error, also, key=lambda e: e.status) from None  # "has ended" says more than "unknown"
 
 
-def _is_retry(http: web.Request) -> bool:
-    count = http.headers.get(_RETRY_HEADER, "0")
-    return (count.isdecimal() and int(count[:9]) >= 1) or "Idempotency-Key" in http.headers
+def _is_retry(session: Session, http: web.Request) -> bool:
+    """Whether the client says that it sent this request before."""
+    count, key = http.headers.get(_RETRY_HEADER, "0"), http.headers.get("Idempotency-Key")
+    again = key is not None and session.came_before(key)
+    return again or (count.isdecimal() and int(count[:9]) >= 1)
 
 
 async def _body(session: Session, http: web.Request, wire: Wire) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _REMEMBERED = 10_000
 _MAC_CHARS = 32
 _WARNINGS = 100
 _RESPONSES = 256
+_KEYS = 1000
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +61,8 @@ class Session:
     """What the log already warns of: request fields without effect, inexact logprobs."""
     responses: OrderedDict[str, list[Any]] = field(default_factory=OrderedDict, repr=False)
     """The last answers that a request may name as its beginning: answer id -> all items up to and including it."""
+    idempotency_keys: dict[str, None] = field(default_factory=dict, repr=False)
+    """The last that requests came with, oldest first."""
 
     @asynccontextmanager
     async def time_left(self) -> AsyncIterator[None]:
@@ -75,6 +78,14 @@ class Session:
             raise GatewayError(
                 400, f"the session's time ({self.deadline:g} s) is used up", kind="deadline_exceeded"
             ) from None
+
+    def came_before(self, idempotency_key: str) -> bool:
+        """Whether a request had this key already; from now on one has."""
+        seen = idempotency_key in self.idempotency_keys
+        self.idempotency_keys[idempotency_key] = None
+        if len(self.idempotency_keys) > _KEYS:
+            del self.idempotency_keys[next(iter(self.idempotency_keys))]
+        return seen
 
     def remember(self, answer_id: str, items: list[Any]) -> None:
         """Keep the items that an answer ends, for :meth:`recall`."""
