@@ -124,7 +124,7 @@ def _wants_logprobs(value: object) -> bool:
     if value is None or value is False:
         return False
     if value not in (True, 0, 1):
-        raise bad_request("logprobs", "0 or 1: the engine gives the logprob of the sampled token only")
+        raise bad_request("logprobs", "0 or 1, for the sampled tokens: others are to be had from chat completions")
     return True
 
 
