@@ -76,10 +76,9 @@ def run_sync(coroutine: Coroutine[Any, Any, T], discard: Discard[T] | None = Non
     try:
         return job.ended.result()
     except BaseException:
-        if not job.ended.done():
-            job.cancel()
-            if job.ended.exception() is None and discard:
-                _Job(discard(job.ended.result())).ended.result()
+        job.cancel()
+        if job.ended.exception() is None and discard:  # it may have ended just when the interrupt came
+            _Job(discard(job.ended.result())).ended.result()
         raise
 
 

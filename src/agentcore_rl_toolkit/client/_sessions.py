@@ -245,7 +245,7 @@ class Sessions:
 
 def pause(attempt: int, first: float = 0.5, longest: float = 20.0) -> float:
     """Seconds before retry ``attempt`` (1, 2, …): exponential, with jitter so that many don't come back together."""
-    return min(longest, first * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+    return min(longest, first * 2.0 ** min(attempt - 1, 30)) * random.uniform(0.5, 1.0)
 
 
 async def to_the_end(task: asyncio.Task[T]) -> T:
