@@ -114,6 +114,14 @@ def test_an_answer_that_hangs_is_not_waited_for(world: World, what: str) -> None
     assert seconds < 15.0  # it is asked again after 5 s
 
 
+@pytest.mark.slow
+def test_an_answer_that_hangs_is_asked_for_again_while_many_are_pending(world: World) -> None:
+    world.s3.on(is_key(ONE), hang(60.0), times=1)
+    items, _ = run(world, [{"seconds": 0.2 if i == 7 else 12.0} for i in range(SESSIONS)], timeout=30.0)
+    assert failed(items) == {}
+    assert items[7].elapsed < 10.0
+
+
 @pytest.mark.parametrize("fault", [garble(10), answer(200, "[1]")], ids=["half", "list"])
 def test_an_object_that_stays_unreadable_is_a_failure_of_the_runtime(world: World, fault: Any) -> None:
     world.s3.on(is_key(ONE), fault)
@@ -122,15 +130,34 @@ def test_an_object_that_stays_unreadable_is_a_failure_of_the_runtime(world: Worl
     assert "is not a result" in (items[7].error or "")
 
 
-def test_without_list_bucket_results_come_and_the_permission_is_named(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def forbid_listing(world: World) -> None:
+    """As S3 answers who has no s3:ListBucket."""
+
     async def forbid_missing(_: Any, forward: Any) -> Any:
         real = await forward()
         return real if real.status == 200 else await answer(403, error="AccessDenied")(None, forward)
 
     world.s3.on(is_kind("list"), answer(403, error="AccessDenied"))
     world.s3.on(is_kind("get"), forbid_missing)
+
+
+def test_without_list_bucket_one_bad_answer_changes_nothing_either(world: World) -> None:
+    began = time.monotonic()
+    late = world.s3.on(
+        lambda request: kind(request) == "get" and time.monotonic() > began + 2.0,
+        answer(403, error="ExpiredToken"),
+        times=1,
+    )
+    forbid_listing(world)
+    items, _ = run(world, [{"seconds": 3.0}] * SESSIONS)
+    assert late.used == 1
+    assert failed(items) == {}
+
+
+def test_without_list_bucket_results_come_and_the_permission_is_named(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    forbid_listing(world)
     items, seconds = run(world, [{"seconds": 3.0}] * SESSIONS)
     assert failed(items) == {}
     assert seconds < 15

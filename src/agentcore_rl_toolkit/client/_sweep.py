@@ -93,7 +93,7 @@ class Sweeper:
         self._hinted = False
         self._may_list = True
         self._list_refusals = 0
-        self._strikes = _Strikes()
+        self._setup_strikes, self._forbidden_strikes = _Strikes(), _Strikes()
         self._warned = False
 
     def watch(self, key: str, pace: Pace) -> Watch:
@@ -173,11 +173,7 @@ class Sweeper:
         self._look_at([*alone, *many])
 
     def _is_due(self, watch: Watch, now: float) -> bool:
-        if watch.asleep:
-            return False
-        if watch.calls:
-            return now - watch.called > _HUNG and watch.calls < _AT_ONCE
-        return now >= watch.not_before
+        return not watch.asleep and _may_call(watch, now)
 
     async def _list_through(self, pending: list[Watch]) -> list[Watch]:
         """List from the first pending key on; what is left to be looked at directly."""
@@ -190,7 +186,7 @@ class Sweeper:
             for key in page.keys:
                 if watch := self._watches.get(key):
                     watch.seen = watch.seen or time.monotonic()
-                    if not watch.calls:
+                    if _may_call(watch, time.monotonic()):
                         self._fetch(watch)
             if not (page.truncated and page.keys):
                 return []
@@ -224,7 +220,7 @@ class Sweeper:
                 self._strike(error)
             return None
         self._list_refusals = 0
-        self._strikes.clear()
+        self._setup_strikes.clear()
         return page
 
     def _look_at(self, watches: list[Watch]) -> None:
@@ -262,7 +258,8 @@ class Sweeper:
         except Exception as error:  # noqa: BLE001 - a look that failed is not a rollout that failed
             self._missed(watch, error)
         else:
-            self._strikes.clear()
+            self._setup_strikes.clear()
+            self._forbidden_strikes.clear()
             if not watch.result.done():
                 self._found = True
                 self._hinted &= hinted
@@ -281,12 +278,14 @@ class Sweeper:
 
     def _missed(self, watch: Watch, error: Exception) -> None:
         fault = watch.fault = fault_of(error)
+        if fault in (Fault.GONE, Fault.FORBIDDEN):  # S3 took the credentials: the setup is not broken
+            self._setup_strikes.clear()
         if fault is Fault.GONE:
-            self._strikes.clear()
+            self._forbidden_strikes.clear()
             watch.failures = 0
             return
         if fault is Fault.FORBIDDEN:  # without s3:ListBucket, a missing key reads like that
-            if self._strikes.add(self._number) >= _STRIKES:
+            if self._forbidden_strikes.add(self._number) >= _STRIKES:
                 self._warn_forbidden()
             return
         watch.failures += 1
@@ -297,7 +296,7 @@ class Sweeper:
 
     def _strike(self, error: Exception) -> None:
         """One answer may be wrong; when sweep after sweep says the same, no result will ever be read."""
-        if self._strikes.add(self._number) >= _STRIKES:
+        if self._setup_strikes.add(self._number) >= _STRIKES:
             for watch in list(self._watches.values()):
                 settle(watch.result, setup_error(error))
 
@@ -326,6 +325,12 @@ class _Strikes:
 
     def clear(self) -> None:
         self._count = 0
+
+
+def _may_call(watch: Watch, now: float) -> bool:
+    if watch.calls:
+        return now - watch.called > _HUNG and watch.calls < _AT_ONCE
+    return now >= watch.not_before
 
 
 def _read(body: bytes) -> dict[str, Any]:
