@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from .words import Words, words_of
 
@@ -45,7 +45,9 @@ class TextEncoder:
         self.special = {token.content: i for i, token in control.items() if token.special}
         self.find_control = _any_of(self.control)
         self._find_special = _any_of(self.special)
-        self._plain: Tokenizer | None = None
+        self._take_left = {token.content for token in control.values() if token.lstrip}
+        self._take_right = {token.content for token in control.values() if token.rstrip}
+        self._plain: tuple[Tokenizer, dict[int, int]] | None = None
 
     def guard(self, text: str, *, special_only: bool = False) -> str:
         """``text`` with every control token in it broken by :data:`GUARD` (and stray guards removed)."""
@@ -77,27 +79,42 @@ class TextEncoder:
         return ids + words.ids(text[position:])
 
     def _encode_guarded(self, text: str) -> list[int]:
-        plain = self._plain_tokenizer()
         ids: list[int] = []
         position = 0
+        before = None
         for match in self.find_control.finditer(text):
-            ids += self._encode_gap(plain, text[position : match.start()])
+            ids += self._encode_gap(before, text[position : match.start()], match[0])
             ids.append(self.control[match[0]])
-            position = match.end()
-        return ids + self._encode_gap(plain, text[position:])
+            position, before = match.end(), match[0]
+        return ids + self._encode_gap(before, text[position:], None)
 
-    @staticmethod
-    def _encode_gap(plain: Tokenizer, text: str) -> list[int]:
+    def _encode_gap(self, before: str | None, text: str, after: str | None) -> list[int]:
+        """The text between two control tokens, which may take blanks beside them; None: it begins or ends there."""
         text = text.replace(GUARD, "")
-        return list(plain.encode(text, add_special_tokens=False).ids) if text else []
+        if before in self._take_right:
+            text = text.lstrip()
+        if after in self._take_left:
+            text = text.rstrip()
+        if not text:
+            return []
+        plain, own_ids = self._without_control()
+        if before is None:
+            ids = plain.encode(text, add_special_tokens=False).ids
+        else:  # some vocabularies treat the very beginning in another way
+            ids = plain.encode(GUARD + text, add_special_tokens=False).ids[1:]
+        return [own_ids.get(i, i) for i in ids]
 
-    def _plain_tokenizer(self) -> Tokenizer:
-        """The same vocabulary without added tokens, made when first needed."""
+    def _without_control(self) -> tuple[Tokenizer, dict[int, int]]:
+        """The same vocabulary with one control token, the guard, made when first needed; and what the ids of its other
+        added tokens (they close up) are in the whole vocabulary."""
         if self._plain is None:
             spec = json.loads(self.tokenizer.to_str())
             spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in self.control]
             spec["post_processor"] = None
-            self._plain = Tokenizer.from_str(json.dumps(spec))
+            plain = Tokenizer.from_str(json.dumps(spec))
+            own_ids = {int(plain.token_to_id(t["content"]) or 0): int(t["id"]) for t in spec["added_tokens"]}
+            plain.add_special_tokens([AddedToken(GUARD, normalized=False)])
+            self._plain = plain, own_ids
         return self._plain
 
 
