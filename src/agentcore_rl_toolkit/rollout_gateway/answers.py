@@ -205,7 +205,7 @@ class Answers(ABC):
             problem = f"{told}: the engine's logprobs would not be those of the distribution sampled from"
             raise GatewayError(400, problem, kind="invalid_request_error", param=names[0])
         if session.not_warned_of(["inexact logprobs"]):
-            logger.warning("session %s: inexact logprobs with %s", session.session_id, told)
+            logger.warning("session %s: inexact logprobs with %s", session.name, told)
         return False
 
 

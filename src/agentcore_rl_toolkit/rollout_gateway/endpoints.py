@@ -101,7 +101,7 @@ async def _decode(gateway: RolloutGateway, wire: Wire, session: Session, http: w
         request = wire.decode(body)
     request.model = request.model or gateway.model
     if request.ignored and (new := session.not_warned_of(request.ignored)):
-        logger.warning("session %s: ignored without effect: %s", session.session_id, ", ".join(new))
+        logger.warning("session %s: ignored without effect: %s", session.name, ", ".join(new))
     return request
 
 

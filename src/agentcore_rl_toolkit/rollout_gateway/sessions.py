@@ -113,6 +113,11 @@ class Session:
         return new if len(self.warned) < _WARNINGS else []
 
     @property
+    def name(self) -> str:
+        """For logs: the id, but not one that is the key."""
+        return self.session_id if self.session_id != self.api_key else f"#{_digest(self.api_key).hex()[:12]}"
+
+    @property
     def base_url(self) -> str:
         """For OpenAI clients; carries the key, so any ``api_key`` works with it."""
         return f"{self.gateway_url}/sessions/{self.api_key}/v1"
@@ -143,7 +148,7 @@ class SessionStore:
         else:
             key = _own_key(session_id)
             if key in self._by_key:
-                raise ContractError(f"session_id: {session_id!r} is in use; finish it first or choose another")
+                raise ContractError("session_id: this one is in use; finish it first or choose another")
             self._ended.pop(_digest(key), None)
         session = Session(session_id=session_id, api_key=key, gateway_url=gateway_url, **limits)
         self._by_key[key] = session
