@@ -63,6 +63,21 @@ async def test_an_engine_that_does_not_tell_sets_no_limit(fails: bool):
         assert (backend.calls[1][1]["max_tokens"] < 30) is fails  # it is asked again after a failure
 
 
+async def test_an_engine_is_never_asked_for_less_than_it_takes():
+    backend = Windowed(30)
+    backend.min_new_tokens = 12
+    async with serving(backend) as gateway, client_of(gateway) as client:
+        status, data = await client.post({"messages": [USER], "max_tokens": 11})
+        assert (status, data["error"]["param"]) == (400, "max_tokens")
+        await client.ask([USER], max_tokens=12)
+        room = 30 - len(backend.calls[0][0])
+        assert room >= 12
+        longer = {"role": "user", "content": "Hello" + " one" * (room - 11)}
+        status, data = await client.post({"messages": [longer]})
+        assert (status, data["error"]["code"]) == (400, "context_length_exceeded")
+    assert [params["max_tokens"] for _, params in backend.calls] == [12]
+
+
 async def test_the_smallest_of_several_replicas_counts():
     router = ReplicaRouter([Windowed(50), Windowed(None), Windowed(30), Windowed(10, fails=True)])
     assert await router.context_window() == 30

@@ -182,11 +182,14 @@ class Answers(ABC):
         """The effective sampling parameters: defaults < request < overrides, and a limit that fits the window."""
         params = {**session.sampling_defaults, **prompt.request.sampling, **session.sampling_overrides}
         params["stop_token_ids"] = sorted({*self._stop_token_ids, *params.get("stop_token_ids", ())})
-        limit = params.get("max_tokens") or 0
+        limit, least = params.get("max_tokens") or 0, getattr(self._engine, "min_new_tokens", 1)
+        if limit and limit < least:
+            problem = f"max_tokens: this engine samples {least} tokens or more, {limit} were asked for"
+            raise GatewayError(400, problem, kind="invalid_request_error", param="max_tokens")
         if window:
-            room = window - prompt.length
-            if room < session.min_response_tokens:
-                raise ContextLengthExceeded(prompt.length, window, session.min_response_tokens)
+            room, needed = window - prompt.length, max(session.min_response_tokens, least)
+            if room < needed:
+                raise ContextLengthExceeded(prompt.length, window, needed)
             limit = min(limit or room, room)
         params["max_tokens"] = params["max_new_tokens"] = limit or DEFAULT_MAX_TOKENS
         if prompt.request.top_logprobs:

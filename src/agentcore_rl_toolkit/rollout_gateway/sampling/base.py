@@ -114,7 +114,8 @@ class ChatChunk(TokenChunk):
 class SamplingBackend(Protocol):
     """A token-in/token-out engine. Implement :meth:`generate`; add ``stream`` to stream for real.
 
-    An engine may declare itself by attributes. ``min_new_tokens``: the smallest ``max_tokens`` it takes (1).
+    An engine may declare itself by attributes. ``min_new_tokens``: the smallest ``max_tokens`` it takes (1); the gateway
+    never asks for less.
     ``stop_kind``: which stops it honours, ``"ids"``, ``"strings"`` or ``"both"`` (the default). ``top_logprobs``: True
     if it can tell the most likely tokens.
     """
