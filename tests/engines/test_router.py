@@ -215,6 +215,53 @@ async def test_a_turn_that_takes_too_long_is_aborted_by_the_update():
         assert (await router.generate(**request())).policy_version == 7
 
 
+async def test_a_returning_replica_does_not_get_the_old_weights_after_an_update():
+    first, second = FakeVllm(), FakeVllm()
+    loading, loaded = asyncio.Event(), []
+
+    async def load(backend, version):
+        loading.set()
+        if version == 1:
+            await asyncio.sleep(0.5)
+        loaded.append(version)
+
+    async with replicas(first, second, cooldown=0.05, on_return=load, policy_version=1) as router:
+        await first.stop()
+        await router.generate(**request("a"))
+        await first.start()
+        await asyncio.sleep(0.1)
+        turn = asyncio.create_task(router.generate(**request("b")))
+        await asyncio.wait_for(loading.wait(), 5.0)
+        async with router.updating(2):
+            loaded.append("update")
+        with pytest.raises(EngineError, match="the weights are being updated"):
+            await turn
+        await asyncio.sleep(0.6)
+        assert (await router.generate(**request("c"))).policy_version == 2
+        await router.generate(**request("d"))
+        assert loaded == ["update", 2]
+
+
+async def test_a_turn_from_before_a_failure_does_not_end_the_rest():
+    async with (
+        replicas(FakeVllm(delay=0.02), FakeVllm(), cooldown=30.0) as router,
+        aclosing(router.stream(**request("long", 40))) as chunks,
+    ):
+        await anext(chunks)
+        replica = router.replicas[0]
+        router._failed(replica, EngineError("gone", retry_after=1.0), asyncio.get_running_loop().time())
+        await anext(chunks)
+        assert replica.failures == 1
+        assert replica.down_until > 0.0
+
+
+async def test_a_replica_may_fail_for_days():
+    first, second = FakeVllm(), FakeVllm()
+    async with replicas(first, second) as router:
+        router.replicas[0].failures = 5_000
+        await router.generate(**request())
+
+
 async def test_an_update_that_fails_keeps_the_version_and_lets_turns_pass():
     async with replicas(FakeVllm(), policy_version=1) as router:
         with pytest.raises(OSError, match="disk"):

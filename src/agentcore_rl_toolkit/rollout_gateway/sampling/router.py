@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import EngineError
+from ._gate import Gate, Running
 from .base import RETRY_AFTER, SamplingBackend, TokenChunk, TurnRecord, collect
 
 logger = logging.getLogger(__name__)
@@ -38,70 +38,6 @@ class Replica:
     error: str = ""
     returned: bool = True
     revival: asyncio.Task[None] | None = field(default=None, repr=False)
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A turn being sampled, which a weight update may end."""
-
-    loop: asyncio.AbstractEventLoop
-    limit: asyncio.Timeout | None = None
-    aborted: bool = False
-
-    def abort(self) -> None:
-        self.aborted = True
-        if self.limit is not None:
-            self.limit.reschedule(self.loop.time())
-
-
-@dataclass(slots=True, eq=False)
-class _Gate:
-    """The turns being sampled. Closed, it holds new ones back. Any thread may use it, turns wait on their loops."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closed: bool = False
-    running: set[_Running] = field(default_factory=set)
-    waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
-
-    async def enter(self) -> _Running:
-        loop = asyncio.get_running_loop()
-        while True:
-            with self.lock:
-                if not self.closed:
-                    turn = _Running(loop)
-                    self.running.add(turn)
-                    return turn
-                event = asyncio.Event()
-                self.waiting.append((loop, event))
-            await event.wait()
-
-    def close(self) -> None:
-        with self.lock:
-            if self.closed:
-                raise RuntimeError("the weights are being updated already")
-            self.closed = True
-
-    def open(self) -> None:
-        with self.lock:
-            self.closed = False
-            waiting, self.waiting = self.waiting, []
-        for loop, event in waiting:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
-
-    async def idle(self, wait: float) -> bool:
-        """Whether no turn runs any more after at most ``wait`` seconds. Polls: turns may run on another thread."""
-        deadline = time.monotonic() + wait
-        while self.running:
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(0.005)
-        return True
-
-    def abort(self) -> None:
-        for turn in list(self.running):
-            if not turn.loop.is_closed():
-                turn.loop.call_soon_threadsafe(turn.abort)
 
 
 class ReplicaRouter:
@@ -132,7 +68,7 @@ class ReplicaRouter:
         self.on_return = on_return
         self.cooldown, self.max_cooldown = cooldown, max_cooldown
         self._homes: OrderedDict[str, Replica] = OrderedDict()
-        self._gate = _Gate()
+        self._gate = Gate()
         self.policy_version: int | None = None
         if policy_version is not None:
             self._set_version(policy_version)
@@ -193,19 +129,20 @@ class ReplicaRouter:
                         raise
                     logger.warning("turn goes to another replica: %s", error)
         finally:
-            self._gate.running.discard(turn)
+            self._gate.leave(turn)
 
-    async def _sample(self, replica: Replica, turn: _Running, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:
+    async def _sample(self, replica: Replica, turn: Running, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:
         """A turn on one replica, which is judged by it."""
         began = time.monotonic()
         replica.running += 1
         try:
             if not replica.returned:
-                await self._revive(replica)
+                await self._revive(replica, turn)
             async with aclosing(_chunks(replica.backend, request)) as chunks:
-                async for chunk in _abortable(chunks, turn):
+                async for chunk in turn.abortable(chunks):
                     self._check_version(chunk)
-                    replica.failures, replica.down_until = 0, 0.0
+                    if began >= replica.failed_at:  # one from before the failure says nothing about what came after it
+                        replica.failures, replica.down_until = 0, 0.0
                     yield chunk
         except EngineError as error:
             if error.retry_after is None and getattr(error, "status", 0) >= 500 and not await _healthy(replica):
@@ -216,26 +153,29 @@ class ReplicaRouter:
         finally:
             replica.running -= 1
 
-    async def _revive(self, replica: Replica) -> None:
+    async def _revive(self, replica: Replica, turn: Running) -> None:
         """What comes before a replica that failed serves again; once for all turns that wait for it."""
-        loop = asyncio.get_running_loop()
         task = replica.revival
-        if task is None or task.done() or task.get_loop() is not loop:
-            task = replica.revival = loop.create_task(self._return(replica))
+        if task is None or task.done() or task.get_loop() is not turn.loop:
+            work = self._gate.follow(turn)
+            task = replica.revival = turn.loop.create_task(self._return(replica, work))
+            task.add_done_callback(lambda _: self._gate.leave(work))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the turns have seen it
         await asyncio.shield(task)
 
-    async def _return(self, replica: Replica) -> None:
-        if not await _healthy(replica):
-            raise EngineError(f"a replica is still not healthy after: {replica.error}", retry_after=RETRY_AFTER)
-        if self.on_return is not None:
-            try:
-                await self.on_return(replica.backend, self.policy_version)
-            except EngineError:
-                raise
-            except Exception as error:
-                logger.exception("on_return failed")
-                raise EngineError(f"on_return raised {type(error).__name__}", retry_after=RETRY_AFTER) from error
+    async def _return(self, replica: Replica, work: Running) -> None:
+        # An update of the weights ends it: else it would load the old ones after the new.
+        async with work.until_aborted():
+            if not await _healthy(replica):
+                raise EngineError(f"a replica is still not healthy after: {replica.error}", retry_after=RETRY_AFTER)
+            if self.on_return is not None:
+                try:
+                    await self.on_return(replica.backend, self.policy_version)
+                except EngineError:
+                    raise
+                except Exception as error:
+                    logger.exception("on_return failed")
+                    raise EngineError(f"on_return raised {type(error).__name__}", retry_after=RETRY_AFTER) from error
         replica.returned = True
 
     # -- choice ------------------------------------------------------------------------------------------
@@ -271,7 +211,8 @@ class ReplicaRouter:
         replica.down_until = replica.failed_at + self._rest(replica)
 
     def _rest(self, replica: Replica) -> float:
-        return float(min(self.cooldown * 2 ** max(replica.failures - 1, 0), self.max_cooldown))
+        doublings = min(max(replica.failures - 1, 0), 30)
+        return float(min(self.cooldown * 2**doublings, self.max_cooldown))
 
     def _check_version(self, chunk: TokenChunk) -> None:
         wanted, found = self.policy_version, chunk.policy_version
@@ -335,22 +276,3 @@ async def _chunks(backend: SamplingBackend, request: dict[str, Any]) -> AsyncGen
     yield TokenChunk(
         record.output_ids, record.output_log_probs, record.policy_version, record.finish_reason, record.extra
     )
-
-
-async def _abortable(chunks: AsyncGenerator[TokenChunk], turn: _Running) -> AsyncGenerator[TokenChunk]:
-    """The same chunks, until the turn is aborted."""
-    while True:
-        try:
-            async with asyncio.timeout(None) as turn.limit:
-                if turn.aborted:
-                    turn.abort()
-                chunk = await anext(chunks)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            if not turn.aborted:
-                raise
-            raise EngineError("aborted: the weights are being updated", retry_after=RETRY_AFTER) from None
-        finally:
-            turn.limit = None
-        yield chunk
