@@ -29,7 +29,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from ..errors import EngineError
-from ..rollout_gateway.sampling.base import TokenChunk, TurnRecord
+from ..rollout_gateway.sampling import TokenChunk, TurnRecord, not_honoured
 from ..rollout_gateway.traces.record import TraceRecord
 from .math_tasks import transcripts
 
@@ -288,20 +288,12 @@ def _sampled(record: TraceRecord) -> Iterator[tuple[_Context, int, float]]:
 
 
 _HONOURED = {"max_tokens", "max_new_tokens", "temperature", "seed", "stop_token_ids"}
-_NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_new_tokens": (0,),
-    "stop": ([],),
-}
 
 
 def _sample(version: int, weights: _Weights, prompt_ids: list[int], params: dict[str, Any]) -> Iterator[TokenChunk]:
     """The answer in chunks; the last one has a finish reason."""
-    for name, value in params.items():
-        if name not in _HONOURED and value is not None and value not in _NEUTRAL.get(name, ()):
-            raise EngineError(f"the tiny policy can't honour {name}={value!r}: leave it out")
+    for name, value in not_honoured(params, _HONOURED).items():
+        raise EngineError(f"the tiny policy can't honour {name}={value!r}: leave it out")
     if any(not 0 <= token < VOCAB_SIZE for token in prompt_ids):
         raise EngineError(f"prompt_ids must be in 0..{VOCAB_SIZE - 1}: render with the tokenizer in {FOLDER.name}/")
     limit = params.get("max_tokens") or params.get("max_new_tokens") or 0

@@ -12,6 +12,7 @@ from .base import (
     add_versions,
     check_output,
     collect,
+    not_honoured,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "add_versions",
     "check_output",
     "collect",
+    "not_honoured",
 ]

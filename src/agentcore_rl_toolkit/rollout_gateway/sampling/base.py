@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, runtime_checkable
@@ -27,6 +27,15 @@ NEUTRAL: dict[str, Any] = {
 """The parameters that change the distribution sampled from, and the values with which they don't. Servers are sent
 these where nobody asked for anything else: they fill gaps from the checkpoint's ``generation_config.json``, which
 would change the distribution behind the trainer's back."""
+
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    **{name: (value,) for name, value in NEUTRAL.items() if name != "temperature"},
+    "top_k": (-1, 0),
+    "min_new_tokens": (0, 1),
+    "stop": ([],),
+    "top_logprobs": (0,),
+}
+"""Values that ask for nothing."""
 
 NO_LOGPROB = -9998.0
 """JSON has no -inf: vLLM writes -9999, SGLang the smallest float. No sampled token is that unlikely."""
@@ -114,10 +123,9 @@ class ChatChunk(TokenChunk):
 class SamplingBackend(Protocol):
     """A token-in/token-out engine. Implement :meth:`generate`; add ``stream`` to stream for real.
 
-    An engine may declare itself by attributes. ``min_new_tokens``: the smallest ``max_tokens`` it takes (1); the gateway
-    never asks for less.
-    ``stop_kind``: which stops it honours, ``"ids"``, ``"strings"`` or ``"both"`` (the default). ``top_logprobs``: True
-    if it can tell the most likely tokens.
+    An engine may declare itself by attributes. ``min_new_tokens``: the smallest ``max_tokens`` it takes (1), and the
+    gateway asks for. ``stop_kind``: which stops it honours, ``"ids"``, ``"strings"`` or ``"both"`` (the default), for the
+    conformance suite. ``top_logprobs``: True if it can tell the most likely tokens.
     """
 
     async def generate(
@@ -194,6 +202,15 @@ async def collect(chunks: AsyncIterator[TokenChunk], prompt_ids: list[int]) -> T
     known = [version for version in versions if version is not None]
     record.policy_version = known if len(set(known)) > 1 else known[0] if known else None
     return record
+
+
+def not_honoured(params: Mapping[str, Any], honoured: Container[str]) -> dict[str, Any]:
+    """Of these sampling parameters those that ask for something that an engine does not do."""
+    return {
+        name: value
+        for name, value in params.items()
+        if name not in honoured and value is not None and value not in _NOTHING.get(name, ())
+    }
 
 
 def check_output(output_ids: Sequence[int], logprobs: Sequence[Any]) -> str | None:

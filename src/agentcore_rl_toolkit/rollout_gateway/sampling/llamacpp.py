@@ -21,7 +21,7 @@ import numpy as np
 
 from ...errors import EngineError
 from ._tokens import TokenServer
-from .base import NEUTRAL, TokenChunk
+from .base import NEUTRAL, TokenChunk, not_honoured
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class LlamaCppBackend(TokenServer):
 
     def _sampling(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters in llama.cpp's words, everything that the server may have other defaults for included."""
-        if unknown := {name for name, value in params.items() if value is not None} - _HONOURED:
+        if unknown := not_honoured(params, _HONOURED):
             raise EngineError(f"llama.cpp can't honour {', '.join(sorted(unknown))}: leave it out")
         wanted = {name: neutral if params.get(name) is None else params[name] for name, neutral in NEUTRAL.items()}
         wanted["top_k"] = max(wanted["top_k"], 0)

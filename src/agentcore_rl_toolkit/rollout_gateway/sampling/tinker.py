@@ -13,16 +13,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...errors import EngineError, SetupError, require
-from .base import RETRY_AFTER, TurnRecord, check_output
+from .base import RETRY_AFTER, TurnRecord, check_output, not_honoured
 
 _TRANSIENT = ("APIConnectionError", "InternalServerError", "RateLimitError", "ConflictError")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that ask for nothing, of parameters that Tinker has not
-    "min_p": (0,),
-    "min_new_tokens": (0, 1),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-}
 _HONOURED = {"max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids"}
 
 
@@ -121,9 +114,8 @@ class TinkerBackend:
 
     def _params(self, params: dict[str, Any]) -> Any:
         """Tinker's ``SamplingParams``. Stop ids are always named: SkyRL's JAX engine ends at no token by itself."""
-        for name, value in params.items():
-            if name not in _HONOURED and value is not None and value not in _NEUTRAL.get(name, ()):
-                raise EngineError(f"Tinker can't honour {name}={value!r}: leave it out")
+        for name, value in not_honoured(params, _HONOURED).items():
+            raise EngineError(f"Tinker can't honour {name}={value!r}: leave it out")
         if params.get("stop") and self._decode is None:
             raise EngineError("stop strings need TinkerBackend(…, decode=renderer.decode)")
         temperature = 1.0 if params.get("temperature") is None else float(params["temperature"])
