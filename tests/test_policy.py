@@ -176,6 +176,15 @@ async def test_limits_and_stops():
     assert stopped.output_ids == full.output_ids[: full.output_ids.index(stop) + 1]
 
 
+async def test_values_that_ask_for_nothing_are_honoured():
+    nothing = {"top_p": 1.0, "top_k": 0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    params = {"max_tokens": 3, "seed": 1}
+    plain, same = [
+        await TinyPolicy().generate(prompt_ids=[5], sampling_params=asked) for asked in (params, params | nothing)
+    ]
+    assert same.output_ids == plain.output_ids
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
@@ -187,15 +196,6 @@ async def test_limits_and_stops():
         ([5], {"max_tokens": 1, "temperature": -1}, "temperature"),
     ],
 )
-async def test_values_that_ask_for_nothing_are_honoured():
-    nothing = {"top_p": 1.0, "top_k": 0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-    params = {"max_tokens": 3, "seed": 1}
-    plain, same = [
-        await TinyPolicy().generate(prompt_ids=[5], sampling_params=asked) for asked in (params, params | nothing)
-    ]
-    assert same.output_ids == plain.output_ids
-
-
 async def test_what_it_cannot_do_is_an_engine_error(prompt: list[int], params: dict[str, Any], message: str):
     with pytest.raises(EngineError, match=re.escape(message)):
         await TinyPolicy().generate(prompt_ids=prompt, sampling_params=params)

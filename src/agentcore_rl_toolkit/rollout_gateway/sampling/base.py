@@ -124,8 +124,8 @@ class SamplingBackend(Protocol):
     """A token-in/token-out engine. Implement :meth:`generate`; add ``stream`` to stream for real.
 
     An engine may declare itself by attributes. ``min_new_tokens``: the smallest ``max_tokens`` it takes (1), and the
-    gateway asks for. ``stop_kind``: which stops it honours, ``"ids"``, ``"strings"`` or ``"both"`` (the default), for the
-    conformance suite. ``top_logprobs``: True if it can tell the most likely tokens.
+    gateway asks for. ``stop_kind``: which stops it honours, for the conformance suite: ``"ids"``, ``"strings"`` or
+    ``"both"`` (the default). ``top_logprobs``: True if it can tell the most likely tokens.
     """
 
     async def generate(
