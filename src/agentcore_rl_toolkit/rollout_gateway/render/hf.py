@@ -15,6 +15,7 @@ from .checkpoint import Checkpoint, load
 from .parse import parser_for
 from .probe import Report, probe
 from .splice import SENTINEL, NotAppended, text_answer
+from .tails import MAX_SHAPES
 from .template import ChatTemplate
 from .text import TextEncoder
 from .traits import TemplateTraits
@@ -138,13 +139,18 @@ class HfTemplateRenderer:
             tuple(message["role"] for message in new),
             tuple(sorted((name, repr(value)) for name, value in variables.items())),
         )
-        if shape not in self._divergence:
-            try:
-                stub = [{"role": "user", "content": "."}, answer, *new]
-                self._divergence[shape] = self.divergence(stub, 2, **variables)
-            except RenderError:
-                self._divergence[shape] = "content_moved"
-        return self._divergence[shape]
+        try:
+            return self._divergence[shape]
+        except KeyError:
+            if len(self._divergence) >= MAX_SHAPES:
+                self._divergence.clear()
+        try:
+            stub = [{"role": "user", "content": "."}, answer, *new]
+            reason = self.divergence(stub, 2, **variables)
+        except RenderError:
+            reason = "content_moved"
+        self._divergence[shape] = reason
+        return reason
 
     # -- tokens to messages ------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ _PLAIN_ID = re.compile(r"[A-Za-z0-9]{9}\Z")
 _MARK = re.compile("\ue123([0-9]+)\ue123")
 _QUOTED_MARK = re.compile(f'"({_MARK.pattern.replace("(", "").replace(")", "")})"')
 
+MAX_SHAPES = 1000
+"""Shapes are remembered up to this many: they hold template variables, and those are the clients'."""
+
 Form = tuple[Callable[[str], str], tuple[str | int, ...]]
 """A tail: what the template does to contents, then fixed text and the numbers of the values between."""
 
@@ -64,9 +67,12 @@ class TailForms:
             tuple((m["role"], "tool_call_id" in m, "name" in m) for m in new),
             repr(variables),
         )
-        if shape not in self._forms:
-            self._forms[shape] = self._learn(answer, new, variables)
-        form = self._forms[shape]
+        try:
+            form = self._forms[shape]
+        except KeyError:
+            if len(self._forms) >= MAX_SHAPES:
+                self._forms.clear()
+            form = self._forms[shape] = self._learn(answer, new, variables)
         return _insert(form, values, _kinds(answer, new)) if form else self._render(answer, new, variables)
 
     def _is_ordinary(self, value: str, kind: str) -> bool:
