@@ -581,17 +581,31 @@ def test_setup_errors_say_what_to_do(tmp_path: Path) -> None:
         ({"agent": "python no_such_file.py"}, "set cwd"),
         ({"agent": "no-such-command"}, "not a command"),
         ({"agent": ""}, "empty"),
+        ({"agent": "python 'rl_app.py"}, "No closing quotation"),
+        ({"agent": "python rl_app.py", "cwd": tmp_path / "nowhere"}, "nowhere' is no directory"),
+        ({"port": 99999}, "choose another port"),
         ({"agent": "sleep 1", "start": "fork"}, "python file.py"),
         ({"start": "magic"}, "'fork', 'process' or None"),
     ):
-        with pytest.raises(SetupError, match=message), LocalAgentCore(cwd=tmp_path, **arguments):  # type: ignore[arg-type]
+        with pytest.raises(SetupError, match=message), LocalAgentCore(**{"cwd": tmp_path, **arguments}):  # type: ignore[arg-type]
             pass
+    with pytest.raises(SetupError, match="idle_timeout: -1"):
+        Lifecycle(idle_timeout=-1)
     with LocalAgentCore() as local:
         with pytest.raises(SetupError, match="no agent is registered"):
             _ = local.agent_runtime_arn
         taken = int(local.endpoint_url.rpartition(":")[2])
         with pytest.raises(SetupError, match="choose another port"), LocalAgentCore(port=taken):
             pass
+
+
+def test_a_script_is_looked_for_in_cwd_alone(
+    agent_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(agent_dir)  # it is here, but sessions would not find it
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    with pytest.raises(SetupError, match="set cwd"), LocalAgentCore("python rl_app.py", cwd=elsewhere):
+        pass
 
 
 # -- nothing stays behind ------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from ..errors import SetupError
 
 _STATUS = {
     "ValidationException": 400,
@@ -59,6 +61,11 @@ class Lifecycle:
     """How often /ping of a running session is read."""
     request_timeout: float = 900.0
     """An agent must begin its answer within this time."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            if not (value := getattr(self, limit.name)) >= 0:
+                raise SetupError(f"{limit.name}: {value} is no number of seconds")
 
 
 class RateLimit:

@@ -172,10 +172,10 @@ async def read_pipe(descriptor: int) -> asyncio.StreamReader:
 
 
 def python_script(argv: Sequence[str]) -> str | None:
-    """The script of a ``python file.py …`` command, None for any other command."""
+    """The script of a resolved ``python file.py …`` command, None for any other command."""
     name = Path(argv[0]).name
-    if len(argv) > 1 and name.startswith("python") and argv[1].endswith(".py") and Path(argv[1]).is_file():
-        return argv[1]
+    if len(argv) > 1 and name.startswith("python") and argv[1].endswith(".py") and Path(argv[1]).is_absolute():
+        return argv[1] if Path(argv[1]).is_file() else None
     return None
 
 

@@ -180,8 +180,9 @@ class LocalAgentCore:
         stack.push_async_callback(runner.cleanup)
         try:
             await web.TCPSite(runner, _HOST, port).start()
-        except OSError as error:
-            raise SetupError(f"can't listen on {_HOST}:{port} ({error.strerror}): choose another port, or 0") from None
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise SetupError(f"can't listen on {_HOST}:{port} ({reason}): choose another port, or 0") from None
         return int(runner.addresses[0][1])
 
     async def _end_sessions(self) -> None:
@@ -217,7 +218,12 @@ class LocalAgentCore:
         definition: Mapping[str, Any] | None = None,
     ) -> Agent:
         cwd = cwd or self._cwd
-        parts = shlex.split(command) if isinstance(command, str) else [os.fspath(part) for part in command]
+        if not cwd.is_dir():
+            raise SetupError(f"cwd {os.fspath(cwd)!r} is no directory")
+        try:
+            parts = shlex.split(command) if isinstance(command, str) else [os.fspath(part) for part in command]
+        except ValueError as error:
+            raise SetupError(f"the agent's start command {command!r}: {error}") from None
         if not parts:
             raise SetupError("the agent's start command is empty; e.g. 'python rl_app.py'")
         argv = resolve_command(parts, cwd)
