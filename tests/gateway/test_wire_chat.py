@@ -242,6 +242,7 @@ async def test_an_engine_that_stops_before_the_string_is_fine_too():
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"reasoning_effort": 3}, "reasoning_effort"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
+        ({"chat_template_kwargs": {"prefill": "x"}}, "chat_template_kwargs.prefill"),
         ({"stream_options": []}, "stream_options"),
         ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
         ({"parallel_tool_calls": "x"}, "parallel_tool_calls"),
@@ -317,6 +318,7 @@ async def test_every_path_is_answered_in_json():
             ("GET", "/", 404),
             ("POST", "/v1/nothing", 404),
             ("GET", f"{'/sessions/' + session.api_key}/v1/nothing", 404),
+            ("POST", "/chat/completions", 404),
             ("GET", "/v1/chat/completions", 405),
             ("PUT", "/sessions/x/v1/chat/completions", 405),
             ("DELETE", "/healthz", 405),
@@ -331,6 +333,8 @@ async def test_every_path_is_answered_in_json():
                 if method != "HEAD":
                     data = await response.json()
                     assert ("error" in data) == (status != 200)
+                    if path == "/chat/completions":
+                        assert "/v1" in data["error"]["message"]
         async with http.get(f"{session.base_url}/models") as response:
             data = await response.json()
         assert (data["object"], data["data"][0]["id"]) == ("list", "tiny/policy")
@@ -346,6 +350,10 @@ async def test_bodies_that_are_no_requests(wire):
             status, data = await talker.post(body)
             assert status == 400, data
             assert "body" in talker.error(data)
+        for encoding in ("gzip", "deflate"):
+            status, data = await talker.post(b"{}", headers={"Content-Encoding": encoding, "Connection": "close"})
+            assert status == 400, data
+            assert f"body: can't be read as {encoding}" in talker.error(data)
         schema: Any = {}
         for _ in range(600):
             schema = {"properties": schema}

@@ -319,7 +319,8 @@ async def elsewhere(http: web.Request) -> web.StreamResponse:
         response = _error_response(_wire_of(http), GatewayError(405, message, kind="method_not_allowed"))
         response.headers["Allow"] = ", ".join(sorted(allowed))
         return response
-    return _error_response(_wire_of(http), GatewayError(404, "there is nothing at this path", kind="not_found"))
+    message = "there is nothing at this path: the APIs are under /v1, with which an OpenAI client's base_url must end"
+    return _error_response(_wire_of(http), GatewayError(404, message, kind="not_found"))
 
 
 def _wire_of(http: web.Request) -> Wire:
@@ -357,7 +358,10 @@ def _is_retry(session: Session, http: web.Request) -> bool:
 
 
 async def _body(session: Session, http: web.Request, wire: Wire) -> dict[str, Any]:
-    data = await http.read()
+    try:
+        data = await http.read()
+    except web.RequestPayloadError as error:
+        raise bad_request("body", f"can't be read as {http.headers.get('Content-Encoding', 'it is sent')}") from error
     try:
         if wire.growing_list and not session.volatile:
             body = read_body(data, wire.growing_list, session.tree.raw_messages())

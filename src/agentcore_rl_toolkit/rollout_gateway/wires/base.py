@@ -220,7 +220,7 @@ def stop_strings(value: object, path: str) -> list[str]:
 
 
 _RESERVED = {"self", "messages", "tools", "documents", "generation_prompt", "add_generation_prompt"}
-_RESERVED |= {"held", "sampled", "answer", "new", "answered"}
+_RESERVED |= {"held", "sampled", "answer", "new", "answered", "prefill"}
 
 
 def template_variables(body: JSON) -> dict[str, Any]:
