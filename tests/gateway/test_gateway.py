@@ -261,7 +261,7 @@ async def test_ended_sessions_leave_no_memory():
         gc.collect()
         from agentcore_rl_toolkit.rollout_gateway.traces import TokenTree
 
-        assert sum(isinstance(o, TokenTree) for o in gc.get_objects()) == 1
+        assert sum(type(o) is TokenTree for o in gc.get_objects()) == 1
 
 
 @pytest.mark.parametrize(
@@ -448,6 +448,17 @@ def test_addresses_that_are_not_to_be_had_are_setup_errors(host, port):
     with pytest.raises(SetupError, match=r"base_url|another address"):
         ThreadedGatewayServer(gateway, host=host, port=port).start()
     assert not any(thread.name == "rollout-gateway" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("base_url", ["10.0.0.5:8000", "http://", "http://10.0.0.5:8000/v1", "http://10.0.0.5:8000/v1/"])
+def test_a_base_url_that_agents_could_not_use_is_refused(base_url):
+    with pytest.raises(ValueError, match=r"base_url: an address like 'http://10\.0\.0\.5:8000', without /v1, not "):
+        RolloutGateway(backend=ScriptedBackend([]), renderer=HfTemplateRenderer(TINY), base_url=base_url)
+
+
+def test_what_is_no_engine_is_refused():
+    with pytest.raises(ValueError, match="backend: str has neither `generate` nor `chat`"):
+        RolloutGateway(backend="http://10.0.0.7:8000", renderer=HfTemplateRenderer(TINY))  # type: ignore[arg-type]
 
 
 def test_an_ipv6_address_makes_a_url():

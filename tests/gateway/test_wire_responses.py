@@ -325,6 +325,7 @@ async def test_the_key_counts_in_every_position():
                 assert ("error" in await response.json()) == (expected != 200) or expected == 200
 
 
+@pytest.mark.skipif(not hasattr(openai.AsyncOpenAI, "responses"), reason="this SDK is older than the protocol")
 async def test_the_vendors_sdk_talks_to_it():
     outputs = [f"<think>\nadd\n</think>\n\n{call('{}')}<|im_end|>", "It is 2.<|im_end|>"]
     rendered_by = HfTemplateRenderer(TINY, chat_template=THINKING)
