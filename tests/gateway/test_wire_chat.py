@@ -350,10 +350,9 @@ async def test_bodies_that_are_no_requests(wire):
             status, data = await talker.post(body)
             assert status == 400, data
             assert "body" in talker.error(data)
-        for encoding in ("gzip", "deflate"):
-            status, data = await talker.post(b"{}", headers={"Content-Encoding": encoding, "Connection": "close"})
-            assert status == 400, data
-            assert f"body: can't be read as {encoding}" in talker.error(data)
+        status, data = await talker.post(b"{}", headers={"Content-Encoding": "gzip", "Connection": "close"})
+        assert status == 400, data
+        assert "body: can't be read as gzip" in talker.error(data)
         schema: Any = {}
         for _ in range(600):
             schema = {"properties": schema}
