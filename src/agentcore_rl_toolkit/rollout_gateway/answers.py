@@ -8,7 +8,7 @@ from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from ..errors import ContextLengthExceeded, EngineError, GatewayError
 from .completions import PlainText
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 OnDeltas = Callable[[list[Delta], int], Awaitable[None]]
 """Called with new deltas, and which of the request's answers they belong to."""
 Inexact = Literal["warn", "mask", "refuse"]
+P = TypeVar("P", bound=Prompt)
 
 DEFAULT_MAX_TOKENS = 4096
 """Limit of an answer for which nobody named one: engines' own defaults (16, 256, …) cut answers silently."""
@@ -82,19 +83,21 @@ class _Output:
             raise GatewayError(502, f"the engine's answer is unusable: {problem}", kind="engine_error")
 
 
-class Answers(ABC):
+class Answers(ABC, Generic[P]):
     """Samples answers; subclasses know what kind of engine does. ``stop_token_ids``: sent with every request.
     ``inexact``: see :class:`RolloutGateway`."""
 
-    def __init__(self, backend: object, stop_token_ids: Sequence[int], inexact: Inexact) -> None:
-        self._engine, self._stop_token_ids, self._inexact = backend, stop_token_ids, inexact
+    _engine: object
+
+    def __init__(self, engine: object, stop_token_ids: Sequence[int], inexact: Inexact) -> None:
+        self._engine, self._stop_token_ids, self._inexact = engine, stop_token_ids, inexact
         self._engine_window: int | None = None
 
     @abstractmethod
-    def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed: ...
+    def _parser(self, prompt: P, params: dict[str, Any]) -> Trimmed: ...
 
     @abstractmethod
-    def _pieces(self, session: Session, prompt: Prompt, params: dict[str, Any]) -> AsyncGenerator[TurnRecord]:
+    def _pieces(self, session: Session, prompt: P, params: dict[str, Any]) -> AsyncGenerator[TurnRecord]:
         """The engine's answer in one or more pieces. Closing the iterator aborts the engine."""
 
     @abstractmethod
@@ -102,7 +105,7 @@ class Answers(ABC):
         """Token ids to text, for a thread."""
 
     async def sample(
-        self, session: Session, prompt: Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
+        self, session: Session, prompt: P, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
     ) -> Turn:
         """One answer, kept as a prepared turn. Raises ``GatewayError``; then, or when cancelled, nothing is kept."""
         params = self._params(session, prompt, await self._limit(session))
@@ -212,12 +215,14 @@ class Answers(ABC):
         return False
 
 
-class TokenAnswers(Answers):
+class TokenAnswers(Answers[Prompt]):
     """Answers of a token-in/token-out engine, read with a renderer."""
+
+    _engine: SamplingBackend
 
     def __init__(self, backend: SamplingBackend, renderer: Renderer, inexact: Inexact) -> None:
         super().__init__(backend, renderer.stop_token_ids, inexact)
-        self._backend, self._renderer = backend, renderer
+        self._renderer = renderer
 
     def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
         request = prompt.request
@@ -237,9 +242,9 @@ class TokenAnswers(Answers):
             "sampling_params": dict(params),
             "session_id": session.session_id,
         }
-        stream = getattr(self._backend, "stream", None)
+        stream = getattr(self._engine, "stream", None)
         if stream is None:
-            yield await self._backend.generate(**request)
+            yield await self._engine.generate(**request)
             return
         async with aclosing(stream(**request)) as chunks:
             async for chunk in chunks:

@@ -55,17 +55,21 @@ class RolloutGateway:
         _one_of("inexact", inexact, get_args(Inexact))
         self.backend, self.history, self.model = backend, history, model
         self.base_url = base_url.rstrip("/")
+        if base_url and not re.fullmatch(r"https?://[^/\s].*(?<!/v1)", self.base_url):
+            raise ValueError(f"base_url: an address like 'http://10.0.0.5:8000', without /v1, not {base_url!r}")
         self._defaults, self._overrides = sampling_defaults, sampling_overrides
         self._abandoned = abandoned
         self.renderer: Renderer | Vocabulary
         self._prompts: Prompts | ChatPrompts
-        self._answers: Answers
+        self._answers: Answers[Any]
         if renderer is not None and isinstance(backend, SamplingBackend):
             self.renderer = renderer
             self._prompts, self._answers = Prompts(renderer, history), TokenAnswers(backend, renderer, inexact)
         elif renderer is None and isinstance(backend, ChatBackend):
             self._prompts, self._answers = ChatPrompts(backend, history), ChatAnswers(backend, inexact)
             self.renderer = self._answers.vocabulary
+        elif not isinstance(backend, SamplingBackend | ChatBackend):
+            raise ValueError(f"backend: {type(backend).__name__} has neither `generate` nor `chat`")
         else:
             raise ValueError("renderer: required by an engine that takes tokens; left out for one that takes chats")
         self.sessions = SessionStore()

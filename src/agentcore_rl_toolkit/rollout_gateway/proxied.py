@@ -92,34 +92,33 @@ class ChatPrompts:
         return await count_tokens(self._backend, await self.make(tree, request))
 
 
-class ChatAnswers(Answers):
+class ChatAnswers(Answers[ChatPrompt]):
     """Answers of a chat engine: its deltas go to the client, its tokens to the tree."""
+
+    _engine: ChatBackend
 
     def __init__(self, backend: ChatBackend, inexact: Inexact) -> None:
         super().__init__(backend, (), inexact)
-        self._chat = backend
         self.vocabulary = Vocabulary()
 
     async def sample(
-        self, session: Session, prompt: Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
+        self, session: Session, prompt: ChatPrompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
     ) -> Turn:
-        if session.max_context_tokens and isinstance(prompt, ChatPrompt):
-            prompt.counted = await count_tokens(self._chat, prompt)
+        if session.max_context_tokens:
+            prompt.counted = await count_tokens(self._engine, prompt)
         return await super().sample(session, prompt, choice, call_ids, on_deltas)
 
     async def _limit(self, session: Session) -> int:
         """The session's alone: the length of a prompt is known only where it was asked for."""
         return session.max_context_tokens
 
-    def _parser(self, prompt: Prompt, params: dict[str, Any]) -> Trimmed:
-        assert isinstance(prompt, ChatPrompt)
+    def _parser(self, prompt: ChatPrompt, params: dict[str, Any]) -> Trimmed:
         prompt.relay = Relay()
         return Trimmed(prompt.relay, params.get("stop") or (), one_call=prompt.request.one_call)
 
-    async def _pieces(self, session: Session, prompt: Prompt, params: dict[str, Any]) -> AsyncGenerator[TurnRecord]:
-        assert isinstance(prompt, ChatPrompt)
+    async def _pieces(self, session: Session, prompt: ChatPrompt, params: dict[str, Any]) -> AsyncGenerator[TurnRecord]:
         assert prompt.relay is not None
-        chat = self._chat.chat(
+        chat = self._engine.chat(
             messages=prompt.messages,
             tools=prompt.request.tools,
             sampling_params=dict(params),
@@ -152,7 +151,7 @@ class ChatAnswers(Answers):
 
         def decode(ids: Sequence[int]) -> str:
             try:
-                return asyncio.run_coroutine_threadsafe(self._chat.detokenize(ids), loop).result(_DECODING)
+                return asyncio.run_coroutine_threadsafe(self._engine.detokenize(ids), loop).result(_DECODING)
             except (EngineError, TimeoutError) as error:
                 logger.warning("a row has no text: %s", error)
                 return ""
