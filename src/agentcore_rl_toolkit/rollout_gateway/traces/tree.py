@@ -52,6 +52,9 @@ class Turn:
     ``base_key`` where the client wrote the beginning of the answer, ``prefill`` characters of it).
     ``fork``: why this turn does not continue the session's row, None if it does. ``divergence``: what the template
     would have changed in the history. ``trimmed``: the client was given less than was sampled.
+    ``choice``: which of a request's answers it is, None for an only one. ``params``: the sampling parameters in effect.
+    ``exact``: whether the logprobs are those of the distribution sampled from. ``top_logprobs``: for each sampled token
+    the likeliest, ``[(token, logprob), …]``, where they were asked for. ``stop_sequence``: the stop string found.
     ``masked``: not to be trained. ``cut``: how the conversation ended here, where a request that went on from this turn
     failed or was aborted.
     """
