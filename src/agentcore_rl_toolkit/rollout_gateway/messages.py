@@ -93,7 +93,10 @@ def _canonical_json(value: Any) -> str:
 
 
 def _plain_numbers(value: Any) -> Any:
-    """``1000.0`` and ``1e3`` come back from a JavaScript client as ``1000``: make them one number."""
+    """``1000.0`` and ``1e3`` come back from a JavaScript client as ``1000``, and an integer of more than 53 bits
+    rounded: make them one number."""
+    if isinstance(value, int) and 2**53 < abs(value) < 2**1000:
+        return int(float(value))
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, dict):
