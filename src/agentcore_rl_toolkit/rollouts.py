@@ -218,6 +218,7 @@ class _Batch:
             except Exception as error:  # noqa: BLE001 - told in the rollout
                 rollout.outcome, rollout.reward = Outcome.RUNTIME_FAILED, None
                 rollout.error = f"its records are lost: the gateway did not finish the session ({error!r})"
+                await self._discard(session)
         for record in rollout.records:
             record.rollout_id = rollout.session_id
         if any(record.status == "truncated" for record in rollout.records):
