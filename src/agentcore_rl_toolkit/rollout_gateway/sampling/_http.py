@@ -44,8 +44,8 @@ class HttpEngine:
 
     ``base_url``: address of the server. ``api_key``: sent as Bearer token. ``headers``: sent with every request.
     ``retries``: how often a request is sent again after a connection failed or the server was busy (408, 425, 429,
-    502, 503, 504), and only while nothing of an answer has arrived. An ``EngineError`` with ``retry_after`` says that
-    the same request may succeed later or elsewhere; without, it will not.
+    502, 503, 504), never after a timeout, and only while nothing of an answer has arrived. An ``EngineError`` with
+    ``retry_after`` says that the same request may succeed later or elsewhere; without, it will not.
 
     Each event loop has its own pool of connections; :meth:`aclose` (or ``async with``) closes the running loop's.
     """

@@ -47,8 +47,9 @@ class SglangBackend(TokenServer):
         return window if isinstance(window, int) else None
 
     async def aclose(self) -> None:
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=2.0)
+        loop = asyncio.get_running_loop()
+        if own := [abort for abort in self._aborts if abort.get_loop() is loop]:
+            await asyncio.wait(own, timeout=2.0)
         await super().aclose()
 
     async def _pieces(
