@@ -8,7 +8,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .._arn import parse_arn
@@ -198,9 +197,7 @@ class RolloutClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- on the background loop --

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ..errors import ContractError, Outcome, SetupError
 from ..protocol import dumps
@@ -129,9 +129,3 @@ class Ledger:
         if self._file >= 0:
             os.close(self._file)  # which lets go of the lock
             self._file = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

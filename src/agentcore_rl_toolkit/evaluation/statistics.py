@@ -135,7 +135,7 @@ def student_t(p: float, df: int) -> float:
 
 
 def _within(angle: float, df: int) -> float:
-    """The chance of \\|t\\| < sqrt(df) tan(angle)."""
+    """The chance that the absolute value of t is below sqrt(df) tan(angle)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = df % 2
     term = sine * cosine if odd else sine
