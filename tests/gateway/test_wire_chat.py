@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from typing import Any
 
 import aiohttp
@@ -11,7 +12,9 @@ import pytest
 from agentcore_rl_toolkit.errors import EngineError
 from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, endpoints, server
 from agentcore_rl_toolkit.rollout_gateway.parsed import ContentDelta
+from agentcore_rl_toolkit.rollout_gateway.render.base import Renderer
 from agentcore_rl_toolkit.rollout_gateway.testing import ScriptedBackend, check_records
+from agentcore_rl_toolkit.rollout_gateway.wires.base import RESERVED
 
 from .support import CALCULATOR, TINY, GenerateOnly, client_of, encode, serving
 from .test_wire_anthropic import THINKING, call, scripted
@@ -427,3 +430,14 @@ async def test_choices_keep_their_order_though_the_last_ends_first():
         rows = await gateway.finish_session(client.session.session_id)
     assert [row.metadata["turns"][1]["choice"] for row in rows] == [0, 1, 2]
     assert check_records(rows) == sum(len(encode(text + "<|im_end|>")) for text in ["ok", *texts])
+
+
+@pytest.mark.parametrize("renderer", [Renderer, HfTemplateRenderer])
+def test_no_template_variable_takes_the_place_of_a_renderers_parameter(renderer):
+    taking = [
+        inspect.signature(method).parameters.keys() - {"variables"}
+        for name, method in inspect.getmembers(renderer, inspect.isfunction)
+        if "variables" in inspect.signature(method).parameters and not name.startswith("_")
+    ]
+    assert len(taking) >= 4
+    assert set().union(*taking) <= RESERVED

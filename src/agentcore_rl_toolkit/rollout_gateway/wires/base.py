@@ -219,14 +219,15 @@ def stop_strings(value: object, path: str) -> list[str]:
     return stop
 
 
-_RESERVED = {"self", "messages", "tools", "documents", "generation_prompt", "add_generation_prompt"}
-_RESERVED |= {"held", "sampled", "answer", "new", "answered", "prefill"}
+RESERVED = {"self", "messages", "tools", "documents", "generation_prompt", "add_generation_prompt"}
+RESERVED |= {"sampled", "answer", "new", "answered", "prefill"}
+"""What the gateway itself gives to a template, and the parameters beside which a renderer takes variables."""
 
 
 def template_variables(body: JSON) -> dict[str, Any]:
     """``chat_template_kwargs``, without the names of what the gateway itself gives to a template."""
     variables = obj(body, "chat_template_kwargs")
-    if taken := _RESERVED & variables.keys():
+    if taken := RESERVED & variables.keys():
         raise bad_request(f"chat_template_kwargs.{min(taken)}", "this name is taken, the gateway sets it")
     return dict(variables)
 
