@@ -153,13 +153,15 @@ def _run_eval(arguments: argparse.Namespace) -> int:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
     if report.scored or not tasks:
+        if error := _first_error(samples):
+            print(f"the first error: {error.splitlines()[0]} (whole, and the others: results.jsonl)", file=sys.stderr)
         return 0
-    print(f"no sample has a reward; the first error: {_first_error(samples)}", file=sys.stderr)
+    print(f"no sample has a reward; the first error: {_first_error(samples) or 'none'}", file=sys.stderr)
     return 1
 
 
 def _first_error(samples: Sequence[Sample]) -> str:
-    return next((f"{sample.outcome}: {sample.error}" for sample in samples if sample.error), "none")
+    return next((f"{sample.outcome}: {sample.error}" for sample in samples if sample.error), "")
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
