@@ -227,7 +227,8 @@ class RolloutGateway:
     ) -> Turn:
         key = prompt.place.key
         answered: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        session.in_flight[key] = answered
+        if prompt.request.n == 1:  # one of several may be taken back
+            session.in_flight[key] = answered
         try:
             async with session.time_left():
                 turn = await self._answers.sample(session, prompt, choice, call_ids, on_deltas)
@@ -258,6 +259,7 @@ async def _earlier_answers(session: Session, prompt: Prompt) -> list[Turn]:
         if not running.cancelled() and running.exception() is None:
             return [running.result()]
     found = session.tree.siblings(prompt.place.key, prompt.parent)
+    found = [turn for turn in found if (turn.choice is None) == (n == 1)]
     return sorted(found[-n:], key=lambda turn: turn.choice or 0) if len(found) >= n else []
 
 
