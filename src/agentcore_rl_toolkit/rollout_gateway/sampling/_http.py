@@ -243,9 +243,8 @@ class HttpEngine:
         if status in _TRANSIENT:
             plain = (retry_after or "").strip()
             seconds = min(float(plain), _MAX_RETRY_AFTER) if plain.isascii() and plain.isdecimal() else RETRY_AFTER
-        error = StatusError(f"{self.base_url} answered {status}: {self._hide(_text(data))}", retry_after=seconds)
-        error.status = status
-        return error
+        message = f"{self.base_url} answered {status}: {self._hide(_text(data))}"
+        return StatusError(message, status=status, retry_after=seconds)
 
     def _hide(self, text: str) -> str:
         for secret in self._secrets:
@@ -256,7 +255,9 @@ class HttpEngine:
 class StatusError(EngineError):
     """The server refused a request. ``status``: its HTTP status, or the one named in an error inside a stream."""
 
-    status: int = 0
+    def __init__(self, message: str, *, status: int, retry_after: float | None = None) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.status = status
 
 
 async def _to_the_end(response: aiohttp.ClientResponse) -> None:
