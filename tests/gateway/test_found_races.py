@@ -16,7 +16,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 
 async def test_a_retry_joins_no_choice_that_may_be_taken_back():
     """Of two choices the second is there before the first fails, and both are taken back."""
-    fails, answers = asyncio.Event(), asyncio.Event()
+    fails, answers, asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     class Engine(ScriptedBackend):
         async def stream(self, **request: Any):
@@ -27,6 +27,7 @@ async def test_a_retry_joins_no_choice_that_may_be_taken_back():
                     raise EngineError("the first choice fails")
                 case 1:
                     self.calls.append(([], {}))
+                    asked.set()
                     await answers.wait()
             async for chunk in super().stream(**request):
                 yield chunk
@@ -34,8 +35,7 @@ async def test_a_retry_joins_no_choice_that_may_be_taken_back():
     backend = Engine(lambda _: encode("Yes.<|im_end|>"))
     async with serving(backend) as gateway, client_of(gateway) as client:
         two = asyncio.create_task(client.post({"messages": [USER], "n": 2}))
-        while len(backend.calls) < 2:
-            await asyncio.sleep(0.01)
+        await asked.wait()
         again = asyncio.create_task(client.post({"messages": [USER], "logprobs": True}, headers=RETRY))
         await asyncio.sleep(0.05)
         answers.set()
