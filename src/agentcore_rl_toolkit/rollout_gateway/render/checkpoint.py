@@ -36,7 +36,7 @@ def load(source: Any, chat_template: str | None = None) -> Checkpoint:
 
 def _from_folder(folder: Path, chat_template: str | None) -> Checkpoint:
     if not (folder / "tokenizer.json").is_file():
-        raise SetupError(f"{folder} holds no tokenizer.json: pass the folder of a checkpoint")
+        raise SetupError(f"{folder} holds no tokenizer.json: pass a checkpoint's folder, or a transformers tokenizer")
     config = _json(folder / "tokenizer_config.json")
     template: Any = config.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
