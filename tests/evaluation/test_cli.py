@@ -148,9 +148,10 @@ def test_evaluate_twice_and_compare(evaluation):
     assert report["unscored_tasks"] == ["broken"]
     assert output.startswith("3 tasks, 6 of 6 samples finished, 4 scored\n")
     assert "2 failed rollouts count in no mean" in output
-    assert "the first error: agent_failed: " in errors and "results.jsonl" in errors.splitlines()[-1]
     assert "| success rate (reward >= 1) | 0.500 |" in (evaluation.folder / "run" / "report.md").read_text()
-    assert errors.splitlines()[-1].endswith("6/6 mean reward 0.500, 2 failed")
+    progress, first = errors.splitlines()[-2:]
+    assert progress.endswith("6/6 mean reward 0.500, 2 failed")
+    assert first == "the first error: agent_failed: ValueError: boom (whole, and the others: results.jsonl)"
     assert {(r["task"], r["sample"]) for r in evaluation.results()} == {
         (task, number) for task in ("good", "bad", "broken") for number in (0, 1)
     }

@@ -450,7 +450,9 @@ def test_addresses_that_are_not_to_be_had_are_setup_errors(host, port):
     assert not any(thread.name == "rollout-gateway" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("base_url", ["10.0.0.5:8000", "http://", "http://10.0.0.5:8000/v1", "http://10.0.0.5:8000/v1/"])
+@pytest.mark.parametrize(
+    "base_url", ["10.0.0.5:8000", "http://", "http://10.0.0.5:8000/v1", "http://10.0.0.5:8000/v1/"]
+)
 def test_a_base_url_that_agents_could_not_use_is_refused(base_url):
     with pytest.raises(ValueError, match=r"base_url: an address like 'http://10\.0\.0\.5:8000', without /v1, not "):
         RolloutGateway(backend=ScriptedBackend([]), renderer=HfTemplateRenderer(TINY), base_url=base_url)
