@@ -71,9 +71,10 @@ class Trimmed:
 
     def _search(self, delta: ReasoningDelta | ContentDelta | CallArgumentsDelta) -> list[Delta]:
         text = delta.text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        # The first to be complete counts, however the text was cut into pieces.
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            end, self.stop_sequence = min(found)
+            _, end, self.stop_sequence = min(found)
         else:
             end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
             if end < len(text):
