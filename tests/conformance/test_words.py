@@ -97,11 +97,13 @@ def test_expressions_that_mean_another_thing_in_python(pattern: str):
     check(vocabulary(pattern))
 
 
-@pytest.mark.usefixtures("without_fastokens")
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
     "added", [("~<a>", "a>b"), ("a>b", "~<a>b"), ("~<a>bc", "a>b"), ("~b<a", "<a>"), ("<a", "<a>b", "<a>")]
 )
-def test_added_tokens_that_overlap(added: tuple[str, ...]):
+def test_added_tokens_that_overlap(added: tuple[str, ...], fast: bool, monkeypatch: pytest.MonkeyPatch):
+    if not fast:
+        monkeypatch.setitem(sys.modules, "fastokens", None)
     check(vocabulary(PIECES, *added))
 
 

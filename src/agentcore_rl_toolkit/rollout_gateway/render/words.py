@@ -76,24 +76,24 @@ def words_of(tokenizer: Tokenizer) -> Words | None:
     )
     if model["type"] != "BPE" or model.get("dropout") or model.get("continuing_subword_prefix") or odd:
         return None
-    if model.get("end_of_word_suffix") or not _keeps_ascii(normalizer) or _entangled(tokenizer, spec["added_tokens"]):
+    if model.get("end_of_word_suffix") or not _keeps_ascii(normalizer) or entangled(tokenizer, spec["added_tokens"]):
         return None
     try:
         cuts = _cuts(spec["pre_tokenizer"])
     except (ValueError, KeyError, TypeError, re.error):
         return None
     words = Words(tokenizer, cuts)
-    return words if all(map(words.cuts_alike, _samples())) else None
+    return words if all(map(words.cuts_alike, samples())) else None
 
 
-def _samples() -> Iterator[str]:
+def samples() -> Iterator[str]:
     """Texts that hold every pair of ASCII characters, and that begin and end in all of them."""
     chars = [chr(i) for i in range(128)]
     text = "".join(a + b for a in chars for b in chars)
     return (text[start : start + 97] for start in range(0, len(text), 97))
 
 
-def _entangled(tokenizer: Tokenizer, added: Sequence[dict[str, Any]]) -> bool:
+def entangled(tokenizer: Tokenizer, added: Sequence[dict[str, Any]]) -> bool:
     """Whether added tokens are not simply found from left to right, the longest first: those that are looked for in
     normalized text come second, and may be spelled in other characters."""
     second = {t["content"] for t in added if t["normalized"]}
