@@ -6,6 +6,7 @@ later than the fault makes it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import textwrap
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ from conftest import (
 )  # fmt: skip
 
 from agentcore_rl_toolkit import BatchItem, Outcome
+from agentcore_rl_toolkit.client._loop import run_sync
 from agentcore_rl_toolkit.errors import InvocationError, RolloutCancelled, RolloutTimeout, SetupError
 
 SESSIONS = 40
@@ -340,21 +343,33 @@ def test_an_invoke_that_is_still_on_its_way_when_all_ends_leaves_no_session(worl
     assert world.stub.open == {}
 
 
-def test_a_second_interrupt_ends_at_once_and_names_what_may_run(world: World) -> None:
+SCRIPT = f"""
+from agentcore_rl_toolkit import RolloutClient
+client = RolloutClient({ARN!r}, {BUCKET!r}, "exp", tps_limit=None)
+"""
+
+
+def script(text: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT + textwrap.dedent(text)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("how", ["for", "async for"])
+def test_a_second_interrupt_ends_at_once_and_names_what_may_run(world: World, how: str) -> None:
     world.runtime.on(is_kind("stop"), hang(60.0))
-    script = f"""
-        from agentcore_rl_toolkit import RolloutClient
-        client = RolloutClient({ARN!r}, {BUCKET!r}, "exp", tps_limit=None)
+    process = script(f"""
+        import asyncio, threading
         batch = client.run_batch([{{"seconds": 60}}] * 3, 3, log_interval=0.2)
-        import threading, time
-        def tell():
-            time.sleep(1.5); print("running", flush=True)
-        threading.Thread(target=tell, daemon=True).start()
-        for _ in batch:
-            pass
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        threading.Timer(1.5, lambda: print("running", flush=True)).start()
+        async def consume():
+            async for _ in batch:
+                pass
+        if {how!r} == "for":
+            for _ in batch:
+                pass
+        else:
+            asyncio.run(consume())
+    """)
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     assert len(world.stub.open) == 3
@@ -366,6 +381,64 @@ def test_a_second_interrupt_ends_at_once_and_names_what_may_run(world: World) ->
     assert "3 sessions may still run" in errors
     assert all(session_id in errors for session_id in world.stub.open)
     assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_script_that_ends_beside_an_open_iterator_stops_its_sessions(world: World) -> None:
+    process = script("""
+        items = iter(client.run_batch([{"seconds": 0}] + [{"seconds": 60}] * 3, 4))
+        next(items)
+    """)
+    assert process.communicate(timeout=10) == ("", "")
+    assert world.stub.open == {}
+
+
+def test_payloads_that_block_keep_no_process_alive(world: World) -> None:
+    process = script("""
+        import queue
+        waiting = queue.Queue()
+        waiting.put({"seconds": 0})
+        for item in client.run_batch(iter(waiting.get, None), 4):
+            break
+    """)
+    assert process.communicate(timeout=10) == ("", "")
+
+
+def test_payloads_that_end_the_program_end_their_batch_alone(world: World) -> None:
+    def payloads() -> Iterator[dict[str, Any]]:
+        yield {"seconds": 60}
+        sys.exit("no more")
+
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        list(world.client().run_batch(payloads(), 4))
+    run(world, [{}])
+
+
+def test_an_iterator_that_is_collected_as_garbage_stops_its_sessions(world: World) -> None:
+    async def collect() -> None:  # on the client's own loop, where it could wait for itself for ever
+        gc.collect()
+
+    cycle: list[Any] = [iter(world.client().run_batch([{"seconds": 0}] + [{"seconds": 60}] * 3, 4))]
+    next(cycle[0])
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        run_sync(collect())
+    finally:
+        gc.enable()
+    time.sleep(0.5)
+    assert world.stub.open == {}
+
+
+def test_a_batch_ends_with_its_client(world: World) -> None:
+    client = world.client()
+    items = iter(client.run_batch([{"seconds": 0}] + [{"seconds": 60}] * 20, 4))
+    next(items)
+    client.close()
+    invoked = world.stub.counts["invoke"]
+    with pytest.raises(RolloutCancelled, match="closed"):
+        next(items)
+    assert (world.stub.open, world.stub.counts["invoke"]) == ({}, invoked)
 
 
 def test_closing_a_client_stops_what_it_waits_for(world: World) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Outcome, RolloutError
+from ..errors import Outcome, RolloutCancelled, RolloutError
 from ..protocol import make_input_id, make_session_id
 from ._ledger import Ledger, Past
-from ._loop import run_async, run_sync
+from ._loop import on_the_loop, run_async, run_sync, start
 from ._one import Ended, Order, run_one
 from ._pool import Pool
 from ._progress import Progress
@@ -21,7 +23,7 @@ from ._sweep import Pace
 if TYPE_CHECKING:
     from ._client import RolloutClient
 
-__all__ = ["AsyncBatchResult", "BatchItem", "BatchResult", "BatchSettings", "Priority"]
+__all__ = ["AsyncBatchResult", "BatchItem", "BatchResult", "BatchSettings", "Priority", "close_batches"]
 
 Priority = float | Sequence[float] | Callable[[Mapping[str, Any]], float]
 """Of the whole batch, or of each payload, or how to tell it. The greater goes first."""
@@ -126,24 +128,24 @@ class BatchResult:
         self.client, self.settings = client, settings
 
     def __iter__(self) -> Generator[BatchItem, None, None]:
-        batch = run_sync(_Batch.open(self.client, self.settings))
+        batch = run_sync(_Batch.open(self.client, self.settings), _Batch.close)
         try:
             while (item := run_sync(batch.next())) is not None:
                 yield item
         finally:
-            try:
-                run_sync(batch.close())
-            except BaseException:  # interrupted a second time: there is no time left for stopping
-                batch.report_all()
-                raise
+            batch.leave()
 
     async def __aiter__(self) -> AsyncGenerator[BatchItem, None]:
-        batch = await run_async(_Batch.open(self.client, self.settings))
+        batch = await run_async(_Batch.open(self.client, self.settings), _Batch.close)
         try:
             while (item := await run_async(batch.next())) is not None:
                 yield item
         finally:
-            await run_async(batch.close())
+            try:
+                await run_async(batch.close())
+            except BaseException:
+                batch.report_all()
+                raise
 
 
 AsyncBatchResult = BatchResult
@@ -153,9 +155,10 @@ class _Batch:
     """One pass over the payloads. Lives on the background loop."""
 
     def __init__(self, client: RolloutClient, settings: BatchSettings, ledger: Ledger | None) -> None:
-        self._client, self._settings, self._ledger = client, settings, ledger
+        self.client, self._settings, self._ledger = client, settings, ledger
         self._run = ledger.run if ledger else f"run-{uuid.uuid4().hex[:12]}"
         self._open: set[str] = set()
+        self.closed = False
         self._progress = Progress(settings.total, settings.progress, settings.log_interval)
         in_thread = not isinstance(settings.payloads, list | tuple)
         self._pool: Pool[_Job, BatchItem] = Pool(
@@ -168,25 +171,42 @@ class _Batch:
         if settings.run_dir is not None:
             identity = {"exp_id": client.exp_id, "s3_bucket": client.s3_bucket, "agent": client.agent_runtime_arn}
             ledger = Ledger(settings.run_dir, identity)
-        return cls(client, settings, ledger)
+        batch = cls(client, settings, ledger)
+        _open_batches.add(batch)
+        return batch
 
     async def next(self) -> BatchItem | None:
         """The next item; None after the last."""
         return await self._pool.next()
 
-    async def close(self) -> None:
-        """End it, and stop the sessions that run."""
+    def leave(self) -> None:
+        """:meth:`close` it, for an iterator that ends: by its user, or as garbage, in whatever thread that is."""
+        if self.closed:
+            return
+        if on_the_loop():
+            start(self.close())
+            return
         try:
-            await self._pool.close()
+            run_sync(self.close())
+        except BaseException:  # interrupted a second time: there is no time left for stopping
+            self.report_all()
+            raise
+
+    async def close(self, error: Exception | None = None) -> None:
+        """End it, and stop the sessions that run. Whoever waits for an item gets ``error``."""
+        _open_batches.discard(self)
+        self.closed = True
+        try:
+            await self._pool.close(error)
         finally:
             self._progress.close()
             if self._ledger:
                 self._ledger.close()
-            self._client._sessions.report_unstopped()
+            self.client._sessions.report_unstopped()
 
     def report_all(self) -> None:
         """Warn of every session that may run; for whoever can't wait until they are stopped. From any thread."""
-        self._client._sessions.report_unstopped(also=frozenset(self._open))
+        self.client._sessions.report_unstopped(also=frozenset(self._open))
 
     async def _rollout(self, job: _Job, deliver: Callable[[BatchItem], None]) -> None:
         """One rollout, from its invoke until its session is stopped: only then is its place free."""
@@ -226,7 +246,7 @@ class _Batch:
         past.outcome = Outcome.CANCELLED  # unless it ends by itself
         self._open.add(order.session_id)
         try:
-            ended = await run_one(self._client, order)
+            ended = await run_one(self.client, order)
             past.outcome, past.error, past.elapsed = ended.outcome, ended.error, ended.elapsed
             return ended
         finally:
@@ -239,7 +259,7 @@ class _Batch:
         ended = Ended(past.outcome, error=past.error, elapsed=past.elapsed)
         if past.outcome in _WITH_RESULT:
             try:
-                ended.result = await self._client._fetch(order)
+                ended.result = await self.client._fetch(order)
             except RolloutError as error:
                 ended.outcome, ended.error = Outcome.RUNTIME_FAILED, f"it {past.outcome}, but: {error}"
         return ended
@@ -266,3 +286,29 @@ def _item(job: _Job, order: Order, ended: Ended, attempts: int, *, resumed: bool
         attempts=attempts,
         resumed=resumed,
     )
+
+
+_open_batches: weakref.WeakSet[_Batch] = weakref.WeakSet()
+
+
+async def close_batches(client: RolloutClient) -> None:
+    """End those that the client still runs."""
+    error = RolloutCancelled("the client was closed")
+    await asyncio.gather(*(batch.close(error) for batch in list(_open_batches) if batch.client is client))
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Somebody has left an iterator open. Later, when it is collected, the loop has stopped."""
+    for batch in list(_open_batches):
+        batch.leave()
+
+
+def _after_fork() -> None:
+    for batch in _open_batches:
+        batch.closed = True  # its sessions are the parent's
+    _open_batches.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

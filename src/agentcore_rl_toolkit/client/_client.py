@@ -14,7 +14,7 @@ from .._arn import parse_arn
 from ..errors import InvocationError, RolloutTimeout, SetupError
 from ..protocol import result_key
 from ._a2a import A2ARuntime, parse_card
-from ._batch import BatchResult, BatchSettings, Priority
+from ._batch import BatchResult, BatchSettings, Priority, close_batches
 from ._faults import Fault
 from ._future import RolloutFuture
 from ._http import Runtime, Storage
@@ -189,7 +189,7 @@ class RolloutClient:
     def close(self) -> None:
         """Stop the sessions whose results are still waited for, or could be, and close connections.
 
-        Their futures raise ``RolloutCancelled``.
+        Their futures raise ``RolloutCancelled``, and so do the iterators of its batches.
         """
         run_sync(self._close())
         self._limiter.leave(self._rates)
@@ -307,6 +307,7 @@ class RolloutClient:
         return encode(order.payload, config)
 
     async def _close(self) -> None:
+        await close_batches(self)
         waited_for = [future for future in self._futures if not future.done()]
         for sweeper in self._sweepers.values():
             sweeper.close()

@@ -15,20 +15,22 @@ from typing import Any, Generic, TypeVar
 
 from ._limits import forget_limiters
 
-__all__ = ["run_async", "run_sync", "soon"]
+__all__ = ["on_the_loop", "run_async", "run_sync", "soon", "start"]
 
 T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
 
 
 def _background() -> asyncio.AbstractEventLoop:
-    global _loop
+    global _loop, _thread
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="agentcore-rl-client", daemon=True).start()
+            _thread = threading.Thread(target=_loop.run_forever, name="agentcore-rl-client", daemon=True)
+            _thread.start()
         return _loop
 
 
@@ -94,6 +96,16 @@ async def run_async(coroutine: Coroutine[Any, Any, T], discard: Discard[T] | Non
         if ended.exception() is None and discard:
             await asyncio.wrap_future(_Job(discard(ended.result())).ended)
         raise
+
+
+def on_the_loop() -> bool:
+    """Whether this is the loop's own thread, which can't use :func:`run_sync`; garbage is collected there as well."""
+    return threading.current_thread() is _thread
+
+
+def start(coroutine: Coroutine[Any, Any, object]) -> None:
+    """Run it on the loop, and don't wait."""
+    _Job(coroutine)
 
 
 def soon(callback: Callable[[], object]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
+
+from ._threads import Threads
 
 __all__ = ["Pool"]
 
@@ -33,7 +35,8 @@ class Pool(Generic[Job, Item]):
         in_thread: bool = False,
     ) -> None:
         self._jobs, self._work, self._limit = iter(jobs), work, limit
-        self._ordered, self._in_thread = ordered, in_thread
+        self._ordered = ordered
+        self._thread = Threads(1, "agentcore-rl-payloads") if in_thread else None
         self._room = asyncio.Semaphore(2 * limit)
         self._items: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue()
         self._early: dict[int, Item] = {}
@@ -64,12 +67,12 @@ class Pool(Generic[Job, Item]):
             self._early[number] = item
         return self._early.pop(self._handed_out)
 
-    async def close(self) -> None:
-        """End all jobs, and return when they have cleaned up."""
+    async def close(self, error: Exception | None = None) -> None:
+        """End all jobs, and return when they have cleaned up. Whoever still waits for items gets ``error``, or None."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-            self._items.put_nowait(None)  # nobody waits for ever, should one still wait
+            self._items.put_nowait(error)
 
     async def _run(self) -> None:
         places = asyncio.Semaphore(self._limit)
@@ -80,7 +83,7 @@ class Pool(Generic[Job, Item]):
                 while True:
                     await places.acquire()
                     await self._room.acquire()
-                    job = await asyncio.to_thread(_take, self._jobs) if self._in_thread else _take(self._jobs)
+                    job = await self._thread.run(self._take_in_thread) if self._thread else self._take()
                     if job is _END:
                         break
                     task = group.create_task(self._one(number, job))  # type: ignore[arg-type]
@@ -88,11 +91,21 @@ class Pool(Generic[Job, Item]):
                     number += 1
         except ExceptionGroup as errors:
             end = errors.exceptions[0]  # the cause of the others
+        finally:
+            if self._thread:
+                self._thread.close()
         self._items.put_nowait(end)
 
     async def _one(self, number: int, job: Job) -> None:
         await self._work(job, lambda item: self._items.put_nowait((number, item)))
 
+    def _take(self) -> Job | object:
+        return next(self._jobs, _END)
 
-def _take(jobs: Iterator[Job]) -> Job | object:
-    return next(jobs, _END)
+    def _take_in_thread(self) -> Job | object:
+        try:
+            return self._take()
+        except Exception:
+            raise
+        except BaseException as error:  # a SystemExit would end the loop, and leave every client waiting
+            raise RuntimeError(f"the iterable raised {error!r}") from error
