@@ -211,3 +211,30 @@ async def test_choices_side_by_side_stay_within_the_budget():
         answers = await asyncio.gather(*(client.post({"messages": [USER], "n": 2}) for _ in range(5)))
         assert sorted(status for status, _ in answers) == [200, 200, 400, 400, 400]
         assert len(await gateway.finish_session(client.session.session_id)) == 4
+
+
+async def test_an_answer_is_limited_to_the_tokens_that_are_left():
+    backend = ScriptedBackend(lambda _: encode(LONG))
+    async with serving(backend) as gateway, client_of(gateway, max_total_tokens=10) as client:
+        first = await client.ask([USER], max_tokens=7)
+        second = await client.ask([USER, first, USER])
+        assert [params["max_tokens"] for _, params in backend.calls] == [7, 3]
+        status, data = await client.post({"messages": [USER, first, USER, second, USER]})
+        assert (status, data["error"]["code"]) == (400, "token_limit_exceeded")
+        [row] = await gateway.finish_session(client.session.session_id)
+    assert sum(row.loss_mask) == 10
+
+
+async def test_a_cancelled_finish_leaves_the_session():
+    backend = ScriptedBackend(lambda _: encode(LONG), chunk=1, delay=0.05)
+    async with serving(backend) as gateway, client_of(gateway) as client:
+        running = asyncio.create_task(client.post({"messages": [USER]}))
+        await asyncio.sleep(0.1)
+        finishing = asyncio.create_task(gateway.finish_session(client.session.session_id))
+        await asyncio.sleep(0.05)
+        finishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finishing
+        assert (await running)[0] == 200
+        [row] = await gateway.finish_session(client.session.session_id)
+    assert row.response_length > 0

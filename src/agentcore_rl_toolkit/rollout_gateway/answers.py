@@ -194,7 +194,13 @@ class Answers(ABC, Generic[P]):
             if room < needed:
                 raise ContextLengthExceeded(prompt.length, window, needed)
             limit = min(limit or room, room)
-        params["max_tokens"] = params["max_new_tokens"] = limit or DEFAULT_MAX_TOKENS
+        limit = limit or DEFAULT_MAX_TOKENS
+        if session.max_total_tokens is not None:
+            left = (session.max_total_tokens - session.sampled_tokens) // prompt.request.n
+            if left < least:
+                raise tokens_used_up(session)
+            limit = min(limit, left)
+        params["max_tokens"] = params["max_new_tokens"] = limit
         if prompt.request.top_logprobs:
             if not getattr(self._engine, "top_logprobs", False):
                 problem = "top_logprobs: this engine gives the logprob of the sampled token only"
@@ -288,6 +294,12 @@ def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _
         routed_experts=output.routed_experts,
         tip_answer=answer,
         asked=(prompt.request.raw_messages, prompt.request.tools),
+    )
+
+
+def tokens_used_up(session: Session) -> GatewayError:
+    return GatewayError(
+        400, f"the session's {session.max_total_tokens} tokens are used up", kind="token_limit_exceeded"
     )
 
 

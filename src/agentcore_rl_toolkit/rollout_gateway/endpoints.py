@@ -100,6 +100,7 @@ async def _decode(gateway: RolloutGateway, wire: Wire, session: Session, http: w
     else:
         request = wire.decode(body)
     request.model = request.model or gateway.model
+    request.size = len(await http.read())  # it has been read: this only looks
     if request.ignored and (new := session.not_warned_of(request.ignored)):
         logger.warning("session %s: ignored without effect: %s", session.name, ", ".join(new))
     return request

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from ..errors import GatewayError
-from .answers import Answers, CallIdBook, Inexact, OnDeltas, TokenAnswers, replay
+from .answers import Answers, CallIdBook, Inexact, OnDeltas, TokenAnswers, replay, tokens_used_up
 from .prompts import History, Prompt, Prompts
 from .proxied import ChatAnswers, ChatPrompts, Vocabulary
 from .render.base import Renderer
@@ -123,8 +123,8 @@ class RolloutGateway:
         of the turns, or a reward that is not finite: the session stays.
         """
         session = self.sessions.pop(session_id)
-        await _drain(session, wait)
         try:
+            await _drain(session, wait)
             if turn_rewards is not None and len(turn_rewards) != (turns := len(session.tree.delivered())):
                 raise ValueError(f"turn_rewards: {len(turn_rewards)} given, but {turns} turns were delivered")
             return await asyncio.to_thread(
@@ -137,7 +137,7 @@ class RolloutGateway:
                 abandoned=self._abandoned,
                 turn_rewards=turn_rewards,
             )
-        except Exception:  # rewards that are no numbers: nothing is lost by them
+        except BaseException:  # rewards that are no numbers, or cancelled: nothing is lost by it
             self.sessions.put_back(session)
             raise
 
@@ -296,6 +296,4 @@ def _check_budget(session: Session, n: int) -> None:
     if session.max_turns is not None and len(session.tree.turns) + session.sampling + n > session.max_turns:
         raise GatewayError(400, f"the session's {session.max_turns} turns are used up", kind="turn_limit_exceeded")
     if session.max_total_tokens is not None and session.sampled_tokens >= session.max_total_tokens:
-        raise GatewayError(
-            400, f"the session's {session.max_total_tokens} tokens are used up", kind="token_limit_exceeded"
-        )
+        raise tokens_used_up(session)

@@ -74,10 +74,8 @@ class Prompts:
         if request.prompt is not None:
             return await self._given(tree, request, request.prompt)
         place = self._locate(tree, request)
-        # With the template's history the whole conversation is rendered: that is no work for the event loop.
-        size = sum(len(message["content"]) for message in place.new)
         try:
-            if place.parent and self._history == "preserve" and size < LONG_TEXT:
+            if self._is_quick(request, place):
                 new_ids, moved, divergence = self._render(request, place, place.prefill)
             else:
                 new_ids, moved, divergence = await asyncio.to_thread(self._render, request, place, place.prefill)
@@ -89,6 +87,13 @@ class Prompts:
         # A list of its own: an engine may keep it.
         ids = [*parent.tokens(), *new_ids] if parent else list(new_ids)
         return Prompt(request, place, parent, new_ids, ids, fork, divergence, begun)
+
+    def _is_quick(self, request: WireRequest, place: Place) -> bool:
+        """Whether rendering takes a millisecond or two at most: else it is no work for the event loop."""
+        if place.parent is None:
+            return request.size < LONG_TEXT
+        # With the template's history the whole conversation is rendered.
+        return self._history == "preserve" and sum(len(message["content"]) for message in place.new) < LONG_TEXT
 
     async def _begun(self, request: WireRequest, place: Place, new_ids: list[int]) -> int:
         """How many tokens at the prompt's end are the beginning of the answer."""

@@ -32,10 +32,10 @@ class Session:
 
     ``sampling_defaults`` < the request < ``sampling_overrides``. ``max_context_tokens``: window of the model, 0 =
     the engine's own, where it tells. ``min_response_tokens``: a request whose prompt leaves less room is refused.
-    ``max_turns``, ``max_total_tokens`` (sampled tokens; the last answer may go over): None = unlimited. ``deadline``:
-    seconds from the session's creation; then no turn begins, and one that is being sampled is given up. ``volatile``:
-    what to take out of system prompts, because a harness changes it with every request and each would begin a new
-    conversation.
+    ``max_turns``, ``max_total_tokens`` (sampled tokens; an answer is limited to what is left): None = unlimited.
+    ``deadline``: seconds from the session's creation; then no turn begins, and one that is being sampled is given
+    up. ``volatile``: what to take out of system prompts, because a harness changes it with every request and each
+    would begin a new conversation.
     """
 
     session_id: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ class WireRequest:
     decode_messages: Callable[[int], list[Message]]
     """``decode_messages(start)``: ``raw_messages[start:]`` as canonical messages, each raw one on its own, or
     ``GatewayError(400)`` with the path of a bad field."""
+    size: int = sys.maxsize
+    """Bytes of the whole request, where somebody counted them."""
     list_name: str = "messages"
     """What the wire calls the list of messages, for errors."""
     tools: list[Tool] = field(default_factory=list)
