@@ -144,6 +144,8 @@ async def test_the_server_is_told_everything_and_its_own_defaults_never_apply():
         "stop_token_ids": [EOS],
         "seed": 7,
         "adapter": "lora-a",
+        "temperature": None,
+        "min_p": None,
     }
     async with (
         serving_engine(FakeVllm()) as server,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Mapping, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -14,12 +14,14 @@ from weakref import WeakKeyDictionary
 
 from ...errors import EngineError, SetupError
 from ._http import HttpEngine, StatusError
-from .base import NO_LOGPROB, RETRY_AFTER, ROUNDING, ChatChunk, TokenChunk, TurnRecord, check_output, collect
+from .base import NEUTRAL, NO_LOGPROB, RETRY_AFTER, ROUNDING, ChatChunk, TokenChunk, TurnRecord, check_output, collect
 
 logger = logging.getLogger(__name__)
 
 Piece = TypeVar("Piece", bound=TokenChunk)
 
+_UNREADABLE = (AttributeError, EOFError, LookupError, TypeError, ValueError)
+"""What comes of reading JSON (or an array in it) that has another form."""
 _PROBE = (1, 2, 3, 4)
 _PROBED = 64
 
@@ -59,7 +61,7 @@ class CheckedServer(HttpEngine):
         count = 0
         final: Piece | None = None
         async with aclosing(pieces):
-            async for piece in pieces:
+            async for piece in self._readable(pieces):
                 if final is not None:
                     raise EngineError(f"{self.base_url} went on after the end of its answer")
                 self._check(piece)
@@ -78,13 +80,24 @@ class CheckedServer(HttpEngine):
             raise EngineError(f"{self.base_url} gave an answer without tokens")
         yield final
 
+    async def _readable(self, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece]:
+        """The same pieces; a server whose JSON has another shape is an ``EngineError`` as well."""
+        try:
+            async for piece in pieces:
+                yield piece
+        except _UNREADABLE as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> EngineError:
+        return EngineError(f"{self.base_url} gave an answer of an unknown form ({type(error).__name__}: {error})")
+
     @abstractmethod
     async def _top_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> Mapping[Any, float]:
         """The most likely next tokens and what the server says their logprobs are."""
 
     def _check(self, piece: TokenChunk) -> None:
         if problem := check_output(piece.output_ids, piece.output_log_probs):
-            above = any(logprob is not None and logprob > ROUNDING for logprob in piece.output_log_probs)
+            above = any(isinstance(logprob, float) and logprob > ROUNDING for logprob in piece.output_log_probs)
             raise EngineError(f"{self.base_url} gave {problem}" + (f". {self.unscaled_logprobs}" if above else ""))
         piece.output_log_probs = [float(logprob) for logprob in piece.output_log_probs]
         reason = piece.finish_reason
@@ -121,8 +134,8 @@ class CheckedServer(HttpEngine):
                 task = self._verifying[loop] = loop.create_task(self._verify_once(prompt_ids[-_PROBED:]))
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has seen it
             await asyncio.shield(task)
-        temperature = params.get("temperature", 1.0)
-        if self._scaled is False and temperature not in (0.0, 1.0):
+        temperature = params.get("temperature")
+        if self._scaled is False and temperature not in (None, 0.0, 1.0):
             raise EngineError(
                 f"{self.base_url} gives logprobs of temperature 1, this request has temperature {temperature}. "
                 f"{self.unscaled_logprobs}, or sample at temperature 1 (sampling_overrides={{'temperature': 1.0}})"
@@ -133,6 +146,8 @@ class CheckedServer(HttpEngine):
             await self.verify(prompt_ids)
         except SetupError as error:
             raise EngineError(str(error)) from error
+        except _UNREADABLE as error:
+            raise self._unreadable(error) from error
         except StatusError as error:
             if error.retry_after is not None:
                 raise
@@ -196,6 +211,12 @@ class TokenServer(CheckedServer):
         """The answer as the server gives it; the finish reason in the server's words."""
 
 
+def in_their_words(params: Mapping[str, Any], names: Mapping[str, str], unsent: Container[str]) -> dict[str, Any]:
+    """Sampling parameters under a server's own ``names``; neutral ones where nobody asked, or None was given."""
+    asked = {names.get(name, name): v for name, v in params.items() if v is not None and name not in unsent}
+    return {**NEUTRAL, **asked}
+
+
 def _halved(plain: Mapping[Any, float], scaled: Mapping[Any, float]) -> bool | None:
     """Whether temperature 2 halves the distances between logprobs, as it must; a normaliser does not touch them."""
     common = [i for i in plain if i in scaled and min(plain[i], scaled[i]) > NO_LOGPROB]
@@ -218,8 +239,8 @@ def versions_of(spans: object, count: int) -> list[int] | None:
         return None
     versions: list[int] = []
     for span in spans:
-        version = version_of(span.get("version"))
-        if version is None or span.get("start") != len(versions) or not isinstance(span.get("end"), int):
+        version, start, end = version_of(span.get("version")), span.get("start"), span.get("end")
+        if version is None or start != len(versions) or not isinstance(end, int) or not start <= end <= count:
             return None
-        versions += [version] * (span["end"] - span["start"])
+        versions += [version] * (end - start)
     return versions if len(versions) == count else None

@@ -12,8 +12,8 @@ from ...errors import EngineError, SetupError
 from ..messages import Message, Tool
 from ..parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, ReasoningDelta
 from ._http import StatusError
-from ._tokens import CheckedServer, version_of
-from .base import NEUTRAL, ChatChunk
+from ._tokens import CheckedServer, in_their_words, version_of
+from .base import ChatChunk
 from .vllm import check_named, sampled_tokens, top_tokens, window_of
 
 _CHAT = "/v1/chat/completions"
@@ -120,7 +120,7 @@ class ChatProxyBackend(CheckedServer):
         return body
 
     def _sampling(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        sampling = {**NEUTRAL, **{_OWN_NAMES.get(k, k): v for k, v in params.items() if k not in _NOT_SENT}}
+        sampling = in_their_words(params, _OWN_NAMES, _NOT_SENT)
         if not sampling.get("stop_token_ids"):
             sampling.pop("stop_token_ids", None)
         return {**self._model(params), **sampling, **_ASKED, **_ASKED_OF_SGLANG}

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import EngineError, SetupError
-from ._tokens import TokenServer, version_of, versions_of
-from .base import NEUTRAL, RETRY_AFTER, TokenChunk
+from ._tokens import TokenServer, in_their_words, version_of, versions_of
+from .base import RETRY_AFTER, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class SglangBackend(TokenServer):
         body = {**self._body(prompt_ids, params), **media, "rid": rid, "stream": True}
         if rank is not None:
             body["routed_dp_rank"] = body["data_parallel_rank"] = rank  # its name before and after 0.5.6
-        answer = _Answer(prompt_ids, self.base_url)
+        answer = _Answer(prompt_ids, self.base_url, media=bool(media))
         ended = False
         try:
             async with aclosing(self.events("/generate", body, headers={"X-SMG-Routing-Key": name or rid})) as events:
@@ -84,7 +84,7 @@ class SglangBackend(TokenServer):
                 self._abort(rid)
 
     def _body(self, prompt_ids: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
-        sampling = {**NEUTRAL, **{_OWN_NAMES.get(k, k): v for k, v in params.items() if k not in _NOT_SENT}}
+        sampling = in_their_words(params, _OWN_NAMES, _NOT_SENT)
         sampling.update(skip_special_tokens=False, no_stop_trim=True)
         body = {
             "input_ids": list(prompt_ids),
@@ -124,8 +124,8 @@ class SglangBackend(TokenServer):
 class _Answer:
     """Puts an answer together from events that hold either what is new or everything so far."""
 
-    def __init__(self, prompt_ids: Sequence[int], url: str) -> None:
-        self.prompt_ids, self.url = prompt_ids, url
+    def __init__(self, prompt_ids: Sequence[int], url: str, *, media: bool = False) -> None:
+        self.prompt_ids, self.url, self.media = prompt_ids, url, media
         self.ids: list[int] = []
         self.repeated = 0
         """Logprobs of the last event that earlier ones held too."""
@@ -139,6 +139,10 @@ class _Answer:
         triples = meta.get("output_token_logprobs")
         if not isinstance(triples, list):
             raise EngineError(f"{self.url} gave no output_token_logprobs")
+        prompt = meta.get("prompt_tokens")
+        if isinstance(prompt, int) and prompt != len(self.prompt_ids) and not self.media:
+            problem = f"sampled after {prompt} tokens, the prompt has {len(self.prompt_ids)}"
+            raise EngineError(f"{self.url} {problem}: is it started with --allow-auto-truncate?")
         seen, completed = len(self.ids), meta.get("completion_tokens")
         if not isinstance(completed, int):
             raise EngineError(f"{self.url} gave no completion_tokens")
@@ -186,6 +190,6 @@ def _tops(entries: Sequence[Sequence[Sequence[Any]] | None]) -> list[list[tuple[
 def _array(encoded: str, tokens: int) -> np.ndarray[Any, Any]:
     """Routed experts: ``(tokens of prompt and answer - 1, layers * experts per token)``, int32."""
     flat = np.frombuffer(base64.b64decode(encoded), np.int32)
-    if tokens < 1 or len(flat) % tokens:
+    if tokens < 1 or not len(flat) or len(flat) % tokens:
         raise EngineError(f"SGLang gave {len(flat)} routed experts for {tokens} tokens")
     return flat.reshape(tokens, -1)

@@ -13,8 +13,8 @@ import numpy as np
 
 from ...errors import EngineError, SetupError
 from ._http import StatusError
-from ._tokens import TokenServer, versions_of
-from .base import NEUTRAL, TokenChunk
+from ._tokens import TokenServer, in_their_words, versions_of
+from .base import TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +64,16 @@ class VllmBackend(TokenServer):
         async with aclosing(self.events(path, body, headers=headers)) as events:
             async for event in events:
                 for choice in event.get("choices") or ():
+                    if not media:  # which becomes tokens of its own
+                        told = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
+                        check_prompt(self.base_url, told, prompt_ids)
                     piece = self._piece(choice, top)
                     count += len(piece.output_ids)
                     piece.policy_version = versions_of(choice.get("weight_versions"), count)
                     yield piece
 
     def _body(self, path: str, prompt_ids: Sequence[int], params: Mapping[str, Any], logprobs: int) -> dict[str, Any]:
-        sampling = {**NEUTRAL, **{_OWN_NAMES.get(k, k): v for k, v in params.items() if k not in _NOT_SENT}}
+        sampling = in_their_words(params, _OWN_NAMES, _NOT_SENT)
         sampling.update(logprobs=logprobs, skip_special_tokens=False, include_stop_str_in_output=True)
         model = params.get("adapter") or self.adapter or self.model
         body: dict[str, Any] = {"model": model} if model else {}
@@ -117,6 +120,12 @@ def window_of(models: Any, name: str | None) -> int | None:
     named = [model for model in served if model.get("id") == name] or served
     window = named[0].get("max_model_len")
     return window if isinstance(window, int) else None
+
+
+def check_prompt(url: str, told: object, prompt_ids: Sequence[int]) -> None:
+    """What the server says it was conditioned on, if it does, must be what it was sent."""
+    if told is not None and told != list(prompt_ids):
+        raise EngineError(f"{url} sampled after another prompt than it was sent")
 
 
 def check_named(url: str, named: Sequence[int | None], ids: Sequence[int]) -> None:
