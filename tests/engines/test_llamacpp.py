@@ -1,6 +1,8 @@
 """The llama.cpp engine's own logic; tests/engines_real runs it against the real server."""
 
 import asyncio
+import io
+import struct
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentcore_rl_toolkit.cli import main
 from agentcore_rl_toolkit.errors import EngineError
+from agentcore_rl_toolkit.local.gguf import read_metadata
 from agentcore_rl_toolkit.rollout_gateway import LlamaCppBackend
 from agentcore_rl_toolkit.rollout_gateway.sampling.llamacpp import _aligned, _Slots
 
@@ -47,6 +50,16 @@ async def test_slots_are_exclusive_and_sessions_come_back_to_theirs():
 def test_options_of_other_servers_are_refused(option):
     with pytest.raises(ValueError, match=r"llama\.cpp has no"):
         LlamaCppBackend("http://127.0.0.1:1", **option)
+
+
+def test_a_damaged_model_file_is_a_value_error():
+    name, text = struct.pack("<Q", 4) + b"name", struct.pack("<IQ", 8, 3) + "é!".encode()
+    whole = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + name + text
+    assert read_metadata(io.BytesIO(whole)) == {"name": "é!"}
+    unknown = whole[: -len(text)] + struct.pack("<I", 99)
+    for damaged in (b"", b"GGML" + whole[4:], whole[:30], unknown):
+        with pytest.raises(ValueError, match="GGUF"):
+            read_metadata(io.BytesIO(damaged))
 
 
 def test_the_demo_says_how_to_install_what_is_missing(monkeypatch, capsys, tmp_path):

@@ -15,7 +15,10 @@ def read_metadata(file: BinaryIO) -> dict[str, Any]:
     magic, version, _, count = struct.unpack("<4sIQQ", file.read(24).ljust(24))
     if magic != b"GGUF" or not 2 <= version <= 3:
         raise ValueError("not a GGUF file of version 2 or 3")
-    return {_text(file): _value(file, *struct.unpack("<I", file.read(4))) for _ in range(count)}
+    try:
+        return {_text(file): _value(file, *struct.unpack("<I", file.read(4))) for _ in range(count)}
+    except (struct.error, KeyError) as error:
+        raise ValueError(f"the GGUF file is damaged, or cut off ({error})") from None
 
 
 def _text(file: BinaryIO) -> str:
