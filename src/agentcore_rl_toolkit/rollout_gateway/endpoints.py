@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from aiohttp import web
@@ -120,7 +121,7 @@ class _Exchange:
 
     async def whole(self) -> web.StreamResponse:
         turns = await self._turns(self._call_ids())
-        response = _json(self._encode(self._answer(turns)))
+        response = _json(self._encode(await self._answer(turns)))
         await response.prepare(self._http)
         await response.write_eof()
         self._deliver(turns)
@@ -151,7 +152,7 @@ class _Exchange:
             try:
                 turns = await self._turns(books, send)
                 await send([])
-                answer = self._answer(turns)
+                answer = await self._answer(turns)
                 if self._request.kept_items is not None:
                     self._encode(answer)
                 await out.write(encoder.finish(answer))
@@ -181,13 +182,17 @@ class _Exchange:
         for turn in turns:
             self._session.tree.deliver(turn)
 
-    def _answer(self, turns: list[Turn]) -> Answer:
+    async def _answer(self, turns: list[Turn]) -> Answer:
+        if self._request.logprobs:  # the text of each token, and of the likeliest ones: no work for the event loop
+            choices = await asyncio.to_thread(lambda: [self._choice(turn) for turn in turns])
+        else:
+            choices = [self._choice(turn) for turn in turns]
         return Answer(
             id=self._id,
             created=self._created,
             model=self._request.model,
             prompt_tokens=self._prompt_tokens,
-            choices=[self._choice(turn) for turn in turns],
+            choices=choices,
         )
 
     def _choice(self, turn: Turn) -> Choice:
@@ -205,6 +210,7 @@ class _Exchange:
         )
 
     def _tokens(self, turn: Turn) -> list[TokenLogprob]:
+        @cache
         def text(token_id: int) -> str:
             return self._gateway.renderer.decode([token_id])
 
