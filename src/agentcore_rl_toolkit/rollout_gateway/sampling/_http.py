@@ -78,9 +78,12 @@ class HttpEngine:
     # -- requests ----------------------------------------------------------------------------------------
 
     async def get_json(self, path: str) -> Any:
-        """The JSON answer to a GET. Raises ``EngineError``."""
+        """The JSON object that answers a GET. Raises ``EngineError``."""
         async with self._answer("GET", path, None, None, idle=True) as response:
-            return await self._json(response)
+            value = await self._json(response)
+        if not isinstance(value, dict):
+            raise EngineError(f"{self.base_url}{path} gave no JSON object")
+        return value
 
     async def post_json(
         self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None, retry: bool = True

@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 from ...errors import EngineError
@@ -39,6 +40,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 
 NO_LOGPROB = -9998.0
 """JSON has no -inf: vLLM writes -9999, SGLang the smallest float. No sampled token is that unlikely."""
+_IDS = 2**31
 ROUNDING = 1e-3
 """Some engines round log(1) to a little above 0."""
 
@@ -213,18 +215,21 @@ def not_honoured(params: Mapping[str, Any], honoured: Container[str]) -> dict[st
     }
 
 
-def check_output(output_ids: Sequence[int], logprobs: Sequence[Any]) -> str | None:
-    """What is wrong with the logprobs of (a piece of) an answer, to be read after "gave"; or None. Never padded, cut or
-    guessed."""
+def check_output(output_ids: Sequence[Any], logprobs: Sequence[Any]) -> str | None:
+    """What is wrong with (a piece of) an answer, to be read after "gave"; or None. Never padded, cut or guessed."""
     if len(output_ids) != len(logprobs):
         return f"{len(logprobs)} logprobs for {len(output_ids)} tokens"
+    if not set(map(type, output_ids)) <= {int} or min(output_ids, default=0) < 0 or max(output_ids, default=0) >= _IDS:
+        for token in output_ids:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < _IDS:
+                return f"{token!r} for a token id"
     with suppress(TypeError):  # a null or a text among them
         good = all(map(math.isfinite, logprobs))
         if good and min(logprobs, default=0.0) >= NO_LOGPROB and max(logprobs, default=0.0) <= ROUNDING:
             return None
     for logprob in logprobs:
         # No comparison holds for NaN.
-        if isinstance(logprob, str | None) or not NO_LOGPROB <= logprob <= ROUNDING:
+        if not isinstance(logprob, Real) or not NO_LOGPROB <= float(logprob) <= ROUNDING:
             return f"a sampled token the logprob {logprob}, which can't be trained"
     return None
 

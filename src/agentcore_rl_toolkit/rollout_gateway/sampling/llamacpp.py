@@ -80,6 +80,9 @@ class LlamaCppBackend(TokenServer):
                 if seed is not None:  # each block has a random sequence of its own
                     body["seed"] = random.Random(f"{seed}/{len(prefix)}").getrandbits(31)
                 answer = await self.post_json("/completion", body, retry=not ids)
+                read = answer.get("tokens_evaluated")
+                if isinstance(read, int) and read != len(prefix):
+                    raise EngineError(f"{self.base_url} sampled after {read} tokens, the prompt has {len(prefix)}")
                 block, entries = _tokens(answer)
                 end = await self._stop(params, ids, block)
                 if end or answer.get("stop_type") == "eos":
