@@ -16,9 +16,11 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from conftest import (
     ARN,
     BUCKET,
@@ -125,7 +127,9 @@ def test_an_answer_that_hangs_is_asked_for_again_while_many_are_pending(world: W
     assert items[7].elapsed < 10.0
 
 
-@pytest.mark.parametrize("fault", [garble(10), answer(200, "[1]")], ids=["half", "list"])
+@pytest.mark.parametrize(
+    "fault", [garble(10), answer(200, "[1]"), answer(200, "[" * 100_000)], ids=["half", "list", "deep"]
+)
 def test_an_object_that_stays_unreadable_is_a_failure_of_the_runtime(world: World, fault: Any) -> None:
     world.s3.on(is_key(ONE), fault)
     items, _ = run(world)
@@ -383,6 +387,24 @@ def test_a_second_interrupt_ends_at_once_and_names_what_may_run(world: World, ho
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
+def test_a_second_interrupt_of_a_future_names_its_session(world: World) -> None:
+    world.runtime.on(is_kind("stop"), hang(60.0))
+    process = script("""
+        future = client.invoke({"seconds": 60})
+        print("running", flush=True)
+        future.result()
+    """)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    for _ in range(2):
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=5)
+    assert "1 sessions may still run" in errors
+    assert all(session_id in errors for session_id in world.stub.open)
+
+
 def test_a_script_that_ends_beside_an_open_iterator_stops_its_sessions(world: World) -> None:
     process = script("""
         items = iter(client.run_batch([{"seconds": 0}] + [{"seconds": 60}] * 3, 4))
@@ -504,3 +526,56 @@ def test_a_refused_payload_is_an_invocation_error_at_once(world: World) -> None:
     with pytest.raises(InvocationError, match="413"):
         world.client().invoke({})
     assert world.stub.counts["invoke"] == 0
+
+
+SECRETS = {"api_key": "sk-0123456789", "base_url": "http://gateway/sessions/key-0123456789/v1"}
+
+
+def quote(status: int, error: str = "") -> Any:
+    """Answer with what was sent."""
+
+    async def act(request: web.Request, _: Any) -> web.Response:
+        body = {"message": await request.text(), "status": "rejected", "error": await request.text()}
+        return web.json_response(body, status=status, headers={"x-amzn-ErrorType": error} if error else None)
+
+    return act
+
+
+@pytest.mark.parametrize("fault", [quote(424, "RuntimeClientError"), quote(500), quote(200)], ids=["424", "500", "200"])
+def test_an_answer_that_quotes_the_request_gives_no_secret_away(
+    world: World, fault: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "agentcore_rl_toolkit")
+    world.runtime.on(is_kind("invoke"), fault)
+    items, _ = run(
+        world,
+        [{"password": "pw-0123456789"}],
+        run_dir=tmp_path,
+        client={**SECRETS, "max_retry_attempts": 0},
+    )
+    said = [str(items[0].error), caplog.text, (tmp_path / "ledger.jsonl").read_text()]
+    assert "***" in said[0]
+    assert not [text for text in said if "0123456789" in text.replace(ARN, "")]
+
+
+def test_an_agents_error_is_written_down_without_secrets(world: World, tmp_path: Path) -> None:
+    async def failed_result(_: Any, forward: Any) -> web.Response:
+        real = await forward()
+        error = {"status_code": 500, "stop_reason": f"refused: {SECRETS['api_key']}"}
+        return web.json_response(error) if real.status == 200 else real
+
+    world.s3.on(is_kind("get"), failed_result)
+    items, _ = run(world, [{}], run_dir=tmp_path, client=SECRETS)
+    assert items[0].error == "refused: ***"
+    assert SECRETS["api_key"] not in (tmp_path / "ledger.jsonl").read_text()
+
+
+def test_an_answer_that_names_no_address_leaves_no_session(world: World) -> None:
+    async def odd(_: Any, forward: Any) -> web.Response:
+        await forward()
+        return web.json_response({"status": "processing", "s3_bucket": 7, "result_key": ["x"]})
+
+    world.runtime.on(is_kind("invoke"), odd)
+    with pytest.raises(SetupError, match="instead of"):
+        world.client().invoke({"seconds": 60})
+    assert world.stub.open == {}

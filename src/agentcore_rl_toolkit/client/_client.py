@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .._arn import parse_arn
+from .._redact import Redactor, find_secrets
 from ..errors import InvocationError, RolloutTimeout, SetupError
 from ..protocol import result_key
 from ._a2a import A2ARuntime, parse_card
@@ -261,7 +262,7 @@ class RolloutClient:
         """Start the session; where its result will be."""
         answer = await self._sessions.start(start)
         try:
-            return (bucket, key) if answer is None else read_answer(answer, start.session_id, (bucket, key))
+            return (bucket, key) if answer is None else read_answer(answer, start.session_id, start.body, (bucket, key))
         except BaseException:
             await self._sessions.stop(start.session_id)
             raise
@@ -292,6 +293,11 @@ class RolloutClient:
         sweeper = self._sweepers.get((bucket, _prefix(key)))
         if sweeper is not None:
             sweeper.hint(key)
+
+    def _masked(self, order: Order, text: str) -> str:
+        """``text`` without what the rollout was told in confidence: an agent may have put it into its error."""
+        told = [self.extra_config, {"base_url": self.base_url}, order.config, order.payload]
+        return Redactor(find_secrets(told)).text(text)
 
     def _encode(self, order: Order, notify_url: str | None) -> bytes:
         config = {

@@ -81,7 +81,11 @@ class RolloutFuture:
         Raises ``RolloutTimeout`` (a ``TimeoutError``), ``RolloutCancelled``, ``InvocationError`` if the object is no
         result, or ``SetupError`` if results can't be read at all.
         """
-        return run_sync(self._finish(timeout))
+        try:
+            return run_sync(self._finish(timeout))
+        except KeyboardInterrupt:
+            self._report_if_unstopped()
+            raise
 
     async def result_async(self, timeout: float | None = None) -> dict[str, Any]:
         """:meth:`result` for async code."""
@@ -94,11 +98,20 @@ class RolloutFuture:
 
     def cancel(self) -> bool:
         """Stop the session, and stop waiting. True if the session is stopped now. Never raises for AWS errors."""
-        return run_sync(self._cancel())
+        try:
+            return run_sync(self._cancel())
+        except KeyboardInterrupt:
+            self._report_if_unstopped()
+            raise
 
     async def cancel_async(self) -> bool:
         """:meth:`cancel` for async code."""
         return await run_async(self._cancel())
+
+    def _report_if_unstopped(self) -> None:
+        """After an interrupt; the second one has not waited until the session was stopped."""
+        if self._stopping is None or not self._stopping.done():
+            self._sessions.report_unstopped(also={self.session_id})
 
     # -- on the background loop --
 

@@ -44,7 +44,7 @@ class ServiceError(Exception):
 
     def __init__(self, code: str, status: int, message: str) -> None:
         super().__init__(f"{code} ({status}): {message}" if message else f"{code} ({status})")
-        self.code, self.status = code, status
+        self.code, self.status, self.message = code, status, message
 
 
 class BrokenOff(Exception):

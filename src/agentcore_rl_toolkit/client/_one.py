@@ -92,6 +92,8 @@ async def run_one(client: RolloutClient, order: Order) -> Ended:
     elif order.start and order.start.sent:
         ended.elapsed = time.monotonic() - order.start.sent
         ended.timings = {"queued": order.start.sent - began, "started": ended.elapsed}
+    if ended.error:
+        ended.error = client._masked(order, ended.error)
     ended.invokes = order.start.invokes if order.start else 0
     return ended
 

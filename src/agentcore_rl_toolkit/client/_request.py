@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .._redact import Redactor, find_secrets
 from ..errors import ContractError, RolloutRejected, SetupError
 from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps
 
-__all__ = ["check_session_id", "encode", "read_answer"]
+__all__ = ["check_session_id", "encode", "masked", "read_answer"]
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -39,18 +40,31 @@ def check_session_id(session_id: str) -> None:
         raise ContractError(f"session_id: {session_id!r} may contain letters, digits, '-' and '_' only")
 
 
-def read_answer(answer: bytes, session_id: str, default: tuple[str, str]) -> tuple[str, str]:
-    """Where the result will be: bucket and key."""
+def masked(text: str, body: bytes) -> str:
+    """``text`` without the secrets of a request's body: agents and proxies like to repeat what they were sent."""
+    try:
+        secrets = list(find_secrets(json.loads(body)))
+    except (ValueError, RecursionError):
+        secrets = []
+    return Redactor(secrets).text(text)
+
+
+def read_answer(answer: bytes, session_id: str, body: bytes, default: tuple[str, str]) -> tuple[str, str]:
+    """Where the result will be: bucket and key. ``body``: that of the request."""
     try:
         data = json.loads(answer)
         status = data.get("status")
     except (ValueError, AttributeError):
         data, status = {}, None
     if status == "processing":
-        return data.get("s3_bucket") or default[0], data.get("result_key") or default[1]
+        bucket, key = data.get("s3_bucket") or default[0], data.get("result_key") or default[1]
+        if isinstance(bucket, str) and isinstance(key, str):
+            return bucket, key
     if status == "rejected":
-        raise RolloutRejected(f"the agent rejected the payload: {data.get('error')}", session_id=session_id)
+        text = f"the agent rejected the payload: {data.get('error')}"
+        raise RolloutRejected(masked(text, body), session_id=session_id)
+    said = masked(answer[:10_000].decode("utf-8", "replace"), body)[:200]
     raise SetupError(
-        f"the agent answered {answer[:200]!r} instead of {{'status': 'processing'}}:"
+        f"the agent answered {said!r} instead of {{'status': 'processing'}}:"
         " is its handler decorated with @app.rollout_entrypoint?"
     )

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from ..errors import InvocationError, SetupError
 from ._faults import Fault, fault_of, setup_error
-from ._http import Runtime
+from ._http import Runtime, ServiceError
 from ._limits import FIRST, Limiter
+from ._request import masked
 from ._threads import Threads
 
 __all__ = ["MOST_CALLS", "Sessions", "Start", "pause", "to_the_end"]
@@ -106,7 +107,7 @@ class Sessions:
                 start.sent = time.monotonic()
                 start.on_sent()
             start.invokes += 1
-            call = functools.partial(send, start.session_id, start.body)
+            call = functools.partial(_without_secrets, send, start.session_id, start.body)
             start.in_flight = self._invokes.submit(call)
             try:
                 answer = await asyncio.wrap_future(start.in_flight)
@@ -212,7 +213,7 @@ class Sessions:
         """End a session that may have started, or still may: an invoke that was sent can't be called back."""
         sent = start.in_flight
         if sent is None or sent.cancel() or sent.done():
-            if start.may_run or (sent is not None and not sent.cancelled() and sent.exception() is None):
+            if start.may_run or (sent is not None and not sent.cancelled() and _may_have_started(sent.exception())):
                 await self.stop(start.session_id)
             return
         if await self._stop_call(start.session_id) is not Fault.GONE:
@@ -221,7 +222,7 @@ class Sessions:
         done, _ = await asyncio.wait([answer], timeout=_LAST_WORD)
         if not done:
             self._give_up(start.session_id, "its invoke was on its way and could not be called back")
-        elif (error := answer.exception()) is None or fault_of(error) in _MAY_HAVE_STARTED:
+        elif _may_have_started(answer.exception()):
             await self._stop_call(start.session_id)
 
     def _give_up(self, session_id: str, reason: str) -> None:
@@ -241,6 +242,19 @@ class Sessions:
             ", ".join(ids),
             f" ({'; '.join(reasons)})" if reasons else "",
         )
+
+
+def _without_secrets(send: Call, session_id: str, body: bytes) -> bytes:
+    """Send it; an error that quotes the body does not quote its secrets. In a thread: bodies may be large."""
+    try:
+        return send(session_id, body)
+    except ServiceError as error:
+        raise ServiceError(error.code, error.status, masked(error.message, body)) from None
+
+
+def _may_have_started(error: BaseException | None) -> bool:
+    """Whether an invoke that ended like this may have left a session."""
+    return error is None or fault_of(error) in _MAY_HAVE_STARTED
 
 
 def pause(attempt: int, first: float = 0.5, longest: float = 20.0) -> float:

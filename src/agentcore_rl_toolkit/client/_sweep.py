@@ -253,7 +253,7 @@ class Sweeper:
         watch.called = time.monotonic()
         try:
             result = await self._threads.run(lambda: _read(self._storage.get(self._bucket, watch.key)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._corrupt(watch, error)
         except Exception as error:  # noqa: BLE001 - a look that failed is not a rollout that failed
             self._missed(watch, error)
@@ -270,7 +270,7 @@ class Sweeper:
             watch.calls -= 1
         return False
 
-    def _corrupt(self, watch: Watch, error: ValueError) -> None:
+    def _corrupt(self, watch: Watch, error: Exception) -> None:
         watch.corrupt += 1
         self._fetch_again(watch, pause(watch.corrupt, first=0.25))
         if watch.corrupt >= _CORRUPT:
