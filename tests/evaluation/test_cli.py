@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pty
 import re
@@ -353,6 +354,21 @@ def test_bad_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         main(["eval", "--local", "x", "--data", "x", "--out", "x", *arguments])
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_local_agent_is_held_back_by_no_quota(tmp_path, monkeypatch):
+    (tmp_path / "tasks.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "app.py").write_text("")
+    clients = []
+
+    def keep(client, *_, **__):
+        clients.append(client)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("agentcore_rl_toolkit.evaluation.run.evaluate", keep)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # it is told where the local services are
+    main(["eval", "--local", "python app.py", "--data", "tasks.jsonl", "--out", "run"])
+    assert (clients[0]._rates.calls, clients[0]._rates.sessions) == (math.inf, math.inf)
 
 
 def test_help_teaches(capsys):

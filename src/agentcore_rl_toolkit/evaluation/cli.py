@@ -58,6 +58,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     run.add_argument(
         "--tps-limit", type=_above_zero, default=25.0, metavar="N", help="calls to AgentCore a second (default: 25)"
     )
+    run.add_argument(
+        "--new-sessions-per-minute", type=_above_zero, default=400.0, metavar="N",
+        help="AWS's quota: 400 for a container (default), 1500 for a code deployment",
+    )  # fmt: skip
     run.add_argument("--plain", action="store_true", help="lines instead of a progress bar")
     _add_rule(parser)
     parser.set_defaults(run=_run_eval)
@@ -222,7 +226,8 @@ def _client(
 ) -> RolloutClient:
     from ..client import RolloutClient
 
-    tps = arguments.tps_limit
+    tps: float | None = arguments.tps_limit
+    sessions: float | None = arguments.new_sessions_per_minute
     if not arguments.local:
         arn, bucket = _deployed(arguments)
     else:
@@ -238,13 +243,15 @@ def _client(
             )
         )
         os.environ.update(local.environment())  # this process ends with the command
-        arn, bucket, tps = local.agent_runtime_arn, local.bucket, None
+        arn, bucket = local.agent_runtime_arn, local.bucket
+        tps = sessions = None
     return stack.enter_context(
         RolloutClient(
             arn,
             bucket,
             exp_id=exp_id,
             tps_limit=tps,
+            new_sessions_per_minute=sessions,
             max_pool_connections=min(concurrent, 64),
             base_url=arguments.base_url,
             model_id=arguments.model_id,
