@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from aiohttp import web
 from agentcore_rl_toolkit.errors import EngineError
 from agentcore_rl_toolkit.rollout_gateway import LlamaCppBackend, SglangBackend, VllmBackend
 from agentcore_rl_toolkit.rollout_gateway.sampling import check_output
+from agentcore_rl_toolkit.rollout_gateway.sampling.chat import _Answer
 
 from . import fakes
 
@@ -195,3 +196,28 @@ async def test_versions_of_more_tokens_than_there_are_cost_nothing() -> None:
 def test_ids_of_numpy_are_ids() -> None:
     assert check_output(list(np.array([1, 2])), [-1.0, -2.0]) is None
     assert check_output([1, -2], [-1.0, -2.0]) == "-2 for a token id"
+
+
+def chat_event(**lie: Any) -> dict[str, Any]:
+    content = [{"token": f"token_id:{token}", "logprob": -1.0} for token in IDS]
+    choice = {"index": 0, "delta": {"content": "text"}, "token_ids": IDS, "logprobs": {"content": content}}
+    return {"choices": [choice], "prompt_token_ids": PROMPT} | lie
+
+
+@pytest.mark.parametrize(
+    ("last", "problem"),
+    [
+        ({"usage": {"prompt_tokens": 3, "completion_tokens": 3}}, None),
+        ({"usage": {"prompt_tokens": 4, "completion_tokens": 3}}, "sampled after 4 tokens and told 3"),
+        ({"usage": {"prompt_tokens": 3, "completion_tokens": 4}}, "sampled 4 tokens and told 3"),
+        (chat_event(prompt_token_ids=[0]), "two prompts"),
+    ],
+)
+def test_chats(last: dict[str, Any], problem: str | None) -> None:
+    answer = _Answer("http://server", 0)
+    chunk = answer.take(chat_event())
+    assert chunk is not None
+    assert (chunk.prompt_ids, chunk.output_ids) == (PROMPT, IDS)
+    with pytest.raises(EngineError, match=problem) if problem else nullcontext():
+        answer.take(last)
+        answer.check_whole()

@@ -175,18 +175,19 @@ class _Answer:
 
     def __init__(self, url: str, top: int) -> None:
         self._url, self._top = url, top
-        self._prompt_told = False
+        self._prompt: list[int] = []
         self._count = 0
         self._usage: int | None = None
+        self._prompt_usage: int | None = None
         self._calls: list[str | None] = []
         """The ids of the calls begun, and at which of the server's indices the last one is."""
         self._index: int | None = None
 
     def take(self, event: Mapping[str, Any]) -> ChatChunk | None:
         """What is new in an event; None where it has nothing of the answer."""
-        usage = (event.get("usage") or {}).get("completion_tokens")
-        if isinstance(usage, int):
-            self._usage = usage
+        usage = event.get("usage") or {}
+        self._usage = usage.get("completion_tokens", self._usage)
+        self._prompt_usage = usage.get("prompt_tokens", self._prompt_usage)
         choices = event.get("choices") or ()
         if not choices:
             return None
@@ -198,10 +199,12 @@ class _Answer:
         chunk = ChatChunk(ids, logprobs, policy_version=version_of(meta.get("weight_version")))
         chunk.finish_reason = _finish_reason(choice.get("finish_reason"))
         chunk.deltas = self._deltas(choice.get("delta") or choice.get("message") or {})
-        if not self._prompt_told:
-            chunk.prompt_ids = event.get("prompt_token_ids") or choice.get("prompt_token_ids")
-            self._prompt_told = bool(chunk.prompt_ids)
-        if ids and not self._prompt_told:
+        prompt = event.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if prompt and self._prompt and prompt != self._prompt:
+            raise EngineError(f"{self._url} told two prompts of one answer")
+        if prompt and not self._prompt:
+            chunk.prompt_ids = self._prompt = prompt
+        if ids and not self._prompt:
             raise EngineError(f"{self._url} {_NO_IDS.format('prompt_token_ids')}")
         if chunk.deltas and not self._count:
             raise EngineError(f"{self._url} {_NO_IDS.format('token_ids')}")
@@ -213,6 +216,9 @@ class _Answer:
 
     def check_whole(self) -> None:
         """What only shows at the end: whether the server kept tokens to itself."""
+        if self._prompt_usage is not None and self._prompt and self._prompt_usage != len(self._prompt):
+            problem = f"sampled after {self._prompt_usage} tokens and told {len(self._prompt)}"
+            raise EngineError(f"{self._url} {problem}: the prompt is not the one in prompt_token_ids")
         if self._usage is not None and self._usage != self._count:
             raise EngineError(
                 f"{self._url} sampled {self._usage} tokens and told {self._count}: vLLM before 0.12 loses some while "
