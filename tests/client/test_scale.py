@@ -154,9 +154,13 @@ def test_every_phase_is_timed(world: World) -> None:
 
 def test_progress_is_logged_where_there_is_no_terminal(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "agentcore_rl_toolkit.client")
-    list(world.client().run_batch([{"seconds": 0.0}, {"seconds": 1.0}], 2, log_interval=0.4))
-    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("batch:")]
-    assert any("1 of 2 done: 1 succeeded, 1 active" in line for line in lines)
+    batch = iter(world.client().run_batch([{"seconds": 0.0}, {"seconds": 60.0}], 2, log_interval=0.1))
+    next(batch)
+    deadline = time.monotonic() + 10
+    while "batch: 1 of 2 done: 1 succeeded, 1 active" not in caplog.messages:
+        assert time.monotonic() < deadline, caplog.messages
+        time.sleep(0.02)
+    batch.close()  # type: ignore[attr-defined]
 
 
 def test_a_bar_shows_progress_and_goes_away(world: World, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,3 +178,17 @@ def test_old_results_of_the_experiment_cost_no_listing(world: World) -> None:
     futures += [client.invoke({"seconds": 1.0}, input_id=f"a{i}") for i in range(14)]
     assert all(future.result(timeout=20)["rewards"] == 1.0 for future in futures)
     assert sum(what == "list" for _, what, _ in world.s3.log) < 40
+
+
+def test_clients_that_are_dropped_leave_no_threads(world: World) -> None:
+    def use() -> None:
+        client = RolloutClient(ARN, BUCKET, "exp", tps_limit=None)
+        assert all(item.success for item in client.run_batch([{}] * 8, 8))
+
+    use()
+    before = threading.active_count()
+    for _ in range(5):
+        use()
+    gc.collect()
+    time.sleep(0.2)
+    assert threading.active_count() <= before
