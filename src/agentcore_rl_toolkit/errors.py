@@ -133,11 +133,11 @@ class ContextLengthExceeded(GatewayError):
         self.prompt_tokens, self.maximum = prompt_tokens, window - response_tokens
 
 
-def require(module: str, extra: str) -> ModuleType:
-    """Import ``module`` or say in one line which extra brings it."""
+def require(module: str, extra: str, or_else: str = "") -> ModuleType:
+    """Import ``module`` or say in one line which extra brings it. ``or_else``: what follows in that line."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"{error.name} is not installed: pip install 'agentcore-rl-toolkit[{extra}]'", name=error.name
+            f"{error.name} is not installed: pip install 'agentcore-rl-toolkit[{extra}]'{or_else}", name=error.name
         ) from None

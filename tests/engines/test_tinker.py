@@ -43,5 +43,5 @@ async def test_giving_up_cancels_the_call():
 
 
 async def test_without_the_sdk_it_says_what_to_install():
-    with pytest.raises(MissingExtraError, match=r"agentcore-rl-toolkit\[tinker-api\]"):
+    with pytest.raises(MissingExtraError, match=r"toolkit\[tinker-api\]', for a SkyRL server .*\[tinker-skyrl\]"):
         TinkerBackend(object())

@@ -17,6 +17,7 @@ from .base import RETRY_AFTER, TurnRecord, check_output, not_honoured
 
 _TRANSIENT = ("APIConnectionError", "InternalServerError", "RateLimitError", "ConflictError")
 _HONOURED = {"max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids"}
+_FOR_SKYRL = ", for a SkyRL server 'agentcore-rl-toolkit[tinker-skyrl]'"
 
 
 class TinkerBackend:
@@ -39,7 +40,7 @@ class TinkerBackend:
         timeout: float | None = 3600.0,
         scaled_logprobs: bool = False,
     ) -> None:
-        self._tinker = require("tinker", "tinker-api")
+        self._tinker = require("tinker", "tinker-api", _FOR_SKYRL)
         self.client, self.policy_version, self.timeout = client, policy_version, timeout
         self.stop_kind = "ids" if decode is None else "both"
         self._decode, self._scaled = decode, scaled_logprobs
@@ -59,7 +60,7 @@ class TinkerBackend:
         ``base_url``, ``api_key``: else from ``TINKER_BASE_URL`` and ``TINKER_API_KEY``. ``options``: of the
         constructor. Raises ``SetupError`` if the service refuses (key, model), ``EngineError`` if it can't be reached.
         """
-        tinker = require("tinker", "tinker-api")
+        tinker = require("tinker", "tinker-api", _FOR_SKYRL)
         named = {"base_url": base_url, "api_key": api_key}
         weights = {"base_model": base_model, "model_path": model_path}
 
