@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--variants", default="0:0,50:0,0:20", help="milliseconds of an invoke : of a read of S3")
     parser.add_argument("--notify", action="store_true", help="with the push hint as well")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     args = parser.parse_args()
     pythons = {"this": sys.executable}
     if args.package == "original":
