@@ -93,6 +93,20 @@ except MissingExtraError as error:
     assert done.stdout == "aiohttp is not installed: pip install 'agentcore-rl-toolkit[gateway]'\n", done.stderr
 
 
+def test_the_tools_for_tests_name_the_extra_they_need() -> None:
+    code = """
+import sys
+sys.modules["numpy"] = None  # as if it were not installed
+from agentcore_rl_toolkit.errors import MissingExtraError
+try:
+    import agentcore_rl_toolkit.rollout_gateway.testing
+except MissingExtraError as error:
+    print(error)
+"""
+    done = python(code)
+    assert done.stdout == "numpy is not installed: pip install 'agentcore-rl-toolkit[gateway]'\n", done.stderr
+
+
 LAYERS = ("wires", "render", "sampling", "traces")
 
 
