@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import urllib.error
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import World
+from conftest import ARN, BUCKET, World
 
+from agentcore_rl_toolkit import RolloutClient
 from agentcore_rl_toolkit.client._sessions import MOST_CALLS
 from agentcore_rl_toolkit.errors import SetupError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 import uuid
@@ -20,7 +21,7 @@ from ._faults import Fault
 from ._future import RolloutFuture
 from ._http import Runtime, Storage
 from ._limits import Rates, shared_limiter
-from ._loop import run_async, run_sync
+from ._loop import run_async, run_sync, soon
 from ._notify import Listener
 from ._one import Order
 from ._request import check_session_id, encode, read_answer
@@ -93,6 +94,8 @@ class RolloutClient:
         self._sweepers: dict[tuple[str, str], Sweeper] = {}
         self._futures: weakref.WeakSet[RolloutFuture] = weakref.WeakSet()
         self._listener = Listener(notify_address, self._hint) if notify_address is not None else None
+        # A client that is dropped leaves no threads behind. On the loop: this one may hold one of their locks.
+        weakref.finalize(self, soon, functools.partial(_end_threads, self._sessions, self._reads)).atexit = False
 
     def invoke(
         self,
@@ -323,6 +326,11 @@ class RolloutClient:
             self._listener.close()
         for threads in (self._sessions, self._reads, self._runtime, self._storage):
             threads.close()
+
+
+def _end_threads(*threads: Sessions | Threads) -> None:
+    for each in threads:
+        each.close()
 
 
 def _prefix(key: str) -> str:
