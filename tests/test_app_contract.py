@@ -52,6 +52,8 @@ def agent(payload):
         case "environment": raise RuntimeError(str(dict(os.environ)))
         case "leak": return {"text": f"{payload['api_key']} {os.environ['SOME_SECRET']}", "hub_token": "hf_abcdefgh"}
         case "raise": raise RuntimeError(f"with {payload['api_key']} and AKIAIOSFODNN7EXAMPLE")
+        case "stream": return quoting(payload["api_key"])
+        case "async stream": return quoting_async(payload["api_key"])
         case "generator": return (i for i in range(3))
     return {}
 
@@ -62,6 +64,14 @@ def plain(payload, context):
     if payload == "stream":
         return iter_it()
     return {"plain": payload, "session": context.session_id}
+
+def quoting(key):
+    yield 1
+    raise ValueError(f"with {key}")
+
+async def quoting_async(key):
+    yield 1
+    raise ValueError(f"with {key}")
 
 def iter_it():
     yield 1
@@ -209,6 +219,11 @@ def test_a_failing_direct_call_keeps_the_keys_out_of_answer_and_log(s3: FaultyS3
         assert "rl_app.py" in agent.log()
         assert KEY not in agent.log()
         assert agent.post({"prompt": 7}) == {"status": "rejected", "error": "prompt: Input should be a valid string"}
+        for prompt in "stream", "async stream":
+            answer = agent.post({"prompt": prompt, "api_key": KEY})
+            assert answer.startswith("data: 1\n")
+            assert "ValueError: with ***" in answer
+        assert KEY not in agent.log()
 
 
 # -- a good guest ------------------------------------------------------------------------------------------------------

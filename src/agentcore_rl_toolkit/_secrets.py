@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from bedrock_agentcore.runtime import BedrockAgentCoreContext
@@ -57,12 +59,42 @@ class Secrets:
 
 
 def unwrap(did: Did, payload: Any, context: RequestContext) -> Any:
-    """The value of a direct call. An error goes on to the SDK, which logs it: without the secrets it may quote."""
-    if did.error is None:
-        return did.value
-    secrets, text = Secrets(payload, context), "".join(traceback.format_exception(did.error))
-    masked = secrets.message(text)
-    if masked == text:
+    """The value of a direct call. An error, also one in the middle of a stream, goes on to the SDK, which logs it:
+    without the secrets it may quote."""
+    if did.error is not None:
+        _raise_masked(did.error, payload, context)
         return did.unwrap()
-    logger.error("direct call failed\n%s", masked)
-    raise RuntimeError(secrets.message(describe(did.error)))
+    if inspect.isgenerator(did.value):
+        return _stream(did.value, payload, context)
+    if inspect.isasyncgen(did.value):
+        return _async_stream(did.value, payload, context)
+    return did.value
+
+
+def _stream(values: Iterator[Any], payload: Any, context: RequestContext) -> Iterator[Any]:
+    try:
+        yield from values
+    except Exception as error:
+        _raise_masked(error, payload, context)
+        raise
+
+
+async def _async_stream(
+    values: AsyncGenerator[Any, Any], payload: Any, context: RequestContext
+) -> AsyncGenerator[Any, None]:
+    try:
+        async with aclosing(values):
+            async for value in values:
+                yield value
+    except Exception as error:
+        _raise_masked(error, payload, context)
+        raise
+
+
+def _raise_masked(error: BaseException, payload: Any, context: RequestContext) -> None:
+    """Raise another in its place if it quotes a secret."""
+    secrets, text = Secrets(payload, context), "".join(traceback.format_exception(error))
+    masked = secrets.message(text)
+    if masked != text:
+        logger.error("direct call failed\n%s", masked)
+        raise RuntimeError(secrets.message(describe(error))) from None
