@@ -150,6 +150,7 @@ good_part = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_chara
 @given(good_part, good_part, good_part)
 def test_good_parts_make_a_key_that_can_be_taken_apart(exp: str, inp: str, session: str) -> None:
     assume(all(".." not in part and part != "." for part in (exp, inp, session)))
+    assume(len("/".join((exp, inp, session)).encode()) <= 1019)
     key = result_key(exp, inp, session)
     assert key.removesuffix(".json").split("/") == [exp, inp, session]
 
@@ -167,6 +168,12 @@ def test_bad_parts_are_refused_by_name(bad: str, around: str, position: int) -> 
 def test_parts_that_are_no_names_are_refused(bad: Any) -> None:
     with pytest.raises(ContractError, match="input_id"):
         result_key("e", bad, "s")
+
+
+def test_a_key_that_s3_would_not_take_is_refused() -> None:
+    assert len(result_key("日" * 256, "i" * 200, "s" * 36).encode()) == 1011
+    with pytest.raises(ContractError, match="the result's key has 1067 bytes, S3 takes 1024"):
+        result_key("日" * 256, "i" * 256, "s" * 36)
 
 
 # -- the rollout config ------------------------------------------------------------------------------------------

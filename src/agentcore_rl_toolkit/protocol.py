@@ -41,6 +41,7 @@ ROLLOUT_FIELD = "_rollout"
 """The payload field that carries the :class:`RolloutConfig`."""
 
 MAX_KEY_PART = 256
+_MAX_KEY_BYTES = 1024
 _MAX_INT_BITS = 14_000  # Python's own JSON reader takes 4,300 digits
 MAX_PAYLOAD_BYTES = 100_000_000
 """InvokeAgentRuntime takes no larger payload (botocore model of the service)."""
@@ -63,7 +64,12 @@ def _key_part(name: str, value: object) -> str:
 def result_key(exp_id: str, input_id: str, session_id: str) -> str:
     """The S3 key of a result, ``{exp_id}/{input_id}/{session_id}.json``: both sides can compute it."""
     parts = _key_part("exp_id", exp_id), _key_part("input_id", input_id), _key_part("session_id", session_id)
-    return "/".join(parts) + ".json"
+    key = "/".join(parts) + ".json"
+    if len(key.encode()) > _MAX_KEY_BYTES:
+        raise ContractError(
+            f"_rollout.exp_id, input_id: the result's key has {len(key.encode())} bytes, S3 takes {_MAX_KEY_BYTES}"
+        )
+    return key
 
 
 @dataclass(frozen=True, slots=True)
