@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from agentcore_rl_toolkit.errors import EngineError
 from agentcore_rl_toolkit.rollout_gateway import LlamaCppBackend, SglangBackend, VllmBackend
 from agentcore_rl_toolkit.rollout_gateway.sampling import check_output
+from agentcore_rl_toolkit.rollout_gateway.sampling._http import HttpEngine
 from agentcore_rl_toolkit.rollout_gateway.sampling.chat import _Answer
 
 from . import fakes
@@ -221,3 +223,19 @@ def test_chats(last: dict[str, Any], problem: str | None) -> None:
     with pytest.raises(EngineError, match=problem) if problem else nullcontext():
         answer.take(last)
         answer.check_whole()
+
+
+@pytest.mark.parametrize(("last", "again"), [(b"data: {half", True), (b"data: {half\n\n", False)])
+async def test_an_event_that_is_cut_is_an_answer_broken_off(last: bytes, again: bool) -> None:
+    async def handle(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(b'data: {"choices": []}\n\n' + last)
+        return response  # which ends the body as if nothing was missing
+
+    app = web.Application()
+    app.router.add_post("/", handle)
+    async with TestServer(app) as there, HttpEngine(str(there.make_url(""))) as engine:
+        with pytest.raises(EngineError) as error:
+            [event async for event in engine.events("/", {})]
+    assert (error.value.retry_after is not None) == again

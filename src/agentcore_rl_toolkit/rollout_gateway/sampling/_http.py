@@ -108,7 +108,7 @@ class HttpEngine:
                 yield await self._json(response)
                 return
             try:
-                async for line in _lines(response.content):
+                async for line, whole in _lines(response.content):
                     if line.startswith(b"error:"):  # some servers name the event instead of the value
                         raise self._refusal(response.status, line[6:].strip())
                     if not line.startswith(b"data:"):
@@ -117,7 +117,10 @@ class HttpEngine:
                     if data == b"[DONE]":
                         await _to_the_end(response)
                         return
-                    event = self._parse(data)
+                    try:
+                        event = self._parse(data)
+                    except EngineError as error:
+                        raise error if whole else self._lost(EOFError("the end came within an event")) from error
                     if isinstance(event, dict) and event.get("error"):
                         raise self._refusal(_status_of(event["error"], response.status), data)
                     yield event
@@ -270,20 +273,21 @@ async def _to_the_end(response: aiohttp.ClientResponse) -> None:
             await response.read()
 
 
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length (aiohttp's own reader has a limit, which routed experts exceed)."""
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[tuple[bytes, bool]]:
+    """Lines of any length (aiohttp's own reader has a limit, which routed experts exceed), and whether each has an
+    end."""
     parts: list[bytes] = []
     async for data in content.iter_any():
         if b"\n" not in data:
             parts.append(data)
             continue
         first, *lines = data.split(b"\n")
-        yield b"".join((*parts, first))
+        yield b"".join((*parts, first)), True
         parts = [lines.pop()]
         for line in lines:
-            yield line
+            yield line, True
     if any(parts):
-        yield b"".join(parts)
+        yield b"".join(parts), False
 
 
 def _status_of(error: Any, default: int) -> int:
