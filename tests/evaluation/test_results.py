@@ -7,7 +7,7 @@ import pytest
 
 from agentcore_rl_toolkit import BatchItem, Outcome
 from agentcore_rl_toolkit.errors import SetupError
-from agentcore_rl_toolkit.evaluation.compare import compare
+from agentcore_rl_toolkit.evaluation.compare import compare, notes
 from agentcore_rl_toolkit.evaluation.report import Rule, make_report, markdown, plain, tables, text
 from agentcore_rl_toolkit.evaluation.results import RunDirectory, Sample, Task, read_samples, read_tasks
 from agentcore_rl_toolkit.evaluation.run import finished, judge
@@ -274,6 +274,7 @@ def test_a_comparison_pairs_tasks_and_names_those_that_flipped():
     assert found.reward.value == pytest.approx((1 - 2 / 3 + 0) / 3)
     assert [change.task for change in found.flipped] == ["down", "up"]
     assert (found.only_a, found.only_b) == (["gone"], ["new"])
+    assert "Not compared: 1 tasks scored only in a, 1 only in b." in notes(found)
 
 
 def test_a_task_whose_payload_changed_is_not_compared():

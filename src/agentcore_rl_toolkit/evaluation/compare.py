@@ -108,7 +108,7 @@ def notes(found: Comparison) -> list[str]:
     if len(found.flipped) > MOST_FLIPS:
         lines[0] += f" The first {MOST_FLIPS} are shown, --json has all."
     if found.only_a or found.only_b:
-        lines.append(f"Not compared: {len(found.only_a)} tasks only in a, {len(found.only_b)} only in b.")
+        lines.append(f"Not compared: {len(found.only_a)} tasks scored only in a, {len(found.only_b)} only in b.")
     if found.different:
         lines.append(f"Not compared: {len(found.different)} tasks whose payloads differ.")
     if found.reward.low is None:
