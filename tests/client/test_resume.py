@@ -103,6 +103,24 @@ def test_one_process_at_a_time_and_a_torn_line_is_dropped(world: World, tmp_path
     assert ledger.read_bytes() == whole
 
 
+def test_a_full_disk_ends_the_batch_and_it_goes_on_when_there_is_room(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, lines = os.write, 0
+
+    def full(file: int, data: bytes) -> int:
+        nonlocal lines
+        lines += b'"input_id"' in data
+        return write(file, data[:20] if lines == 7 else data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(SetupError, match=r"No space left on device\): make room"):
+            list(batch(world, tmp_path))
+    assert world.stub.open == {}
+    assert all(item.success for item in batch(world, tmp_path))
+
+
 def test_more_payloads_may_follow(world: World, tmp_path: Path) -> None:
     list(batch(world, tmp_path, PAYLOADS[:4]))
     items = list(batch(world, tmp_path, PAYLOADS[:6], samples=2))

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Itera
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Outcome, RolloutCancelled, RolloutError
+from ..errors import Outcome, RolloutCancelled, RolloutError, SetupError
 from ..protocol import make_input_id, make_session_id
 from ._ledger import Ledger, Past
 from ._loop import on_the_loop, run_async, run_sync, start
@@ -245,13 +245,19 @@ class _Batch:
         self._note(order, past)
         past.outcome = Outcome.CANCELLED  # unless it ends by itself
         self._open.add(order.session_id)
+        ended: Ended | None = None
         try:
             ended = await run_one(self.client, order)
             past.outcome, past.error, past.elapsed = ended.outcome, ended.error, ended.elapsed
             return ended
         finally:
             self._open.discard(order.session_id)
-            self._note(order, past)
+            try:
+                self._note(order, past)
+            except SetupError:
+                if ended is not None:
+                    await ended.stopped()
+                raise
 
     async def _recall(self, order: Order, past: Past) -> Ended:
         """What an earlier run of the script has had, with its result from S3."""

@@ -7,6 +7,7 @@ again, because input and session ids follow from the run's name. S3 holds the re
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -123,7 +124,16 @@ class Ledger:
     def _append(self, entry: dict[str, Any]) -> None:
         if self._file < 0:
             return  # a second Ctrl-C did not wait for this one's end
-        os.write(self._file, json.dumps(entry).encode() + b"\n")
+        line = json.dumps(entry).encode() + b"\n"
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):  # no half line may stay in the middle of the file
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise SetupError(
+                f"the ledger can't be written ({error.strerror}): make room for it, and start the batch again"
+            ) from None
 
     def close(self) -> None:
         if self._file >= 0:
