@@ -22,6 +22,7 @@ from a2a.helpers import get_artifact_text, get_message_text, new_data_part, new_
 from a2a.types import CancelTaskRequest, Message, Role, SendMessageRequest, StreamResponse, TaskState
 
 from agentcore_rl_toolkit import RolloutClient
+from agentcore_rl_toolkit.client._http import ServiceError
 from agentcore_rl_toolkit.errors import RolloutCancelled, RolloutRejected, SetupError
 from agentcore_rl_toolkit.local import LocalAgentCore
 
@@ -172,6 +173,13 @@ def test_a_repeated_invoke_runs_once(client: RolloutClient, local: LocalAgentCor
     assert second.result(timeout=30)["rewards"] == 1.0
     first.cancel()
     assert notes(local).count(f"ran {sid}") == 1
+
+
+def test_the_task_of_a_session_that_has_gone_is_forgotten(client: RolloutClient) -> None:
+    client._runtime._tasks["gone" * 10] = "task"  # type: ignore[attr-defined]
+    with pytest.raises(ServiceError, match="404"):
+        client._runtime.stop("gone" * 10)
+    assert "gone" * 10 not in client._runtime._tasks  # type: ignore[attr-defined]
 
 
 def test_the_agent_card(client: RolloutClient, local: LocalAgentCore) -> None:

@@ -56,8 +56,8 @@ class A2ARuntime(Runtime):
             self._rpc(session_id, self._types.CancelTaskRequest(id=str(uuid.uuid4()), params=params))
 
     def stop(self, session_id: str) -> None:
-        super().stop(session_id)
         self._tasks.pop(session_id, None)
+        super().stop(session_id)
 
     def read_card(self, session_id: str, _: bytes = b"") -> bytes:
         """GetAgentCard. It is the session that answers, so there is one afterwards."""
