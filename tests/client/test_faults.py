@@ -180,6 +180,19 @@ def test_a_setup_that_is_broken_for_good_ends_the_batch(world: World) -> None:
     assert world.stub.open == {}
 
 
+@pytest.mark.slow
+def test_credentials_that_expire_for_a_while_lose_nothing(world: World) -> None:
+    """Long enough for several sweeps; what worked before is given time to be renewed."""
+    began = time.monotonic()
+    expired = world.s3.on(
+        lambda request: kind(request) in ("get", "list") and 2.0 < time.monotonic() - began < 9.0,
+        answer(403, error="ExpiredToken"),
+    )
+    items, _ = run(world, [{"seconds": 0.5 + 0.1 * i} for i in range(SESSIONS)])
+    assert expired.used > 3
+    assert failed(items) == {}
+
+
 def test_a_slow_consumer_holds_no_session_open_and_loses_nothing(world: World) -> None:
     client = world.client()
     seen = []

@@ -34,6 +34,7 @@ _HUNG = 5.0  # seconds after which a call is sent again beside the first
 _AT_ONCE = 3  # calls for the same key
 _CORRUPT = 4  # times that an object is no JSON until that is believed
 _STRIKES = 3  # sweeps that all say the same until it is believed
+_RENEWAL = 60.0  # seconds for which credentials that worked may be refused
 _HINTED_PAUSE = 10.0
 
 
@@ -94,7 +95,7 @@ class Sweeper:
         self._may_list = True
         self._list_refusals = 0
         self._setup_strikes, self._forbidden_strikes = _Strikes(), _Strikes()
-        self._warned = False
+        self._worked = self._warned = False
 
     def watch(self, key: str, pace: Pace) -> Watch:
         """Watch for a key. Settling or cancelling the future ends it."""
@@ -220,7 +221,7 @@ class Sweeper:
                 self._strike(error)
             return None
         self._list_refusals = 0
-        self._setup_strikes.clear()
+        self._setup_works()
         return page
 
     def _look_at(self, watches: list[Watch]) -> None:
@@ -258,7 +259,7 @@ class Sweeper:
         except Exception as error:  # noqa: BLE001 - a look that failed is not a rollout that failed
             self._missed(watch, error)
         else:
-            self._setup_strikes.clear()
+            self._setup_works()
             self._forbidden_strikes.clear()
             if not watch.result.done():
                 self._found = True
@@ -279,7 +280,7 @@ class Sweeper:
     def _missed(self, watch: Watch, error: Exception) -> None:
         fault = watch.fault = fault_of(error)
         if fault in (Fault.GONE, Fault.FORBIDDEN):  # S3 took the credentials: the setup is not broken
-            self._setup_strikes.clear()
+            self._setup_works()
         if fault is Fault.GONE:
             self._forbidden_strikes.clear()
             watch.failures = 0
@@ -294,9 +295,15 @@ class Sweeper:
         if fault is Fault.SETUP:
             self._strike(error)
 
+    def _setup_works(self) -> None:
+        self._worked = True
+        self._setup_strikes.clear()
+
     def _strike(self, error: Exception) -> None:
-        """One answer may be wrong; when sweep after sweep says the same, no result will ever be read."""
-        if self._setup_strikes.add(self._number) >= _STRIKES:
+        """One answer may be wrong; when sweep after sweep says the same, no result will ever be read. What has worked
+        before gets time: credentials that expire are renewed."""
+        count = self._setup_strikes.add(self._number)
+        if count >= _STRIKES and (not self._worked or self._setup_strikes.age >= _RENEWAL):
             for watch in list(self._watches.values()):
                 settle(watch.result, setup_error(error))
 
@@ -316,10 +323,17 @@ class _Strikes:
     """How many sweeps in a row have said something, at most one for each sweep."""
 
     def __init__(self) -> None:
-        self._count, self._last = 0, -1
+        self._count, self._last, self._since = 0, -1, 0.0
+
+    @property
+    def age(self) -> float:
+        """Seconds since the first of them."""
+        return time.monotonic() - self._since
 
     def add(self, sweep: int) -> int:
         if sweep != self._last:
+            if not self._count:
+                self._since = time.monotonic()
             self._count, self._last = self._count + 1, sweep
         return self._count
 
