@@ -237,6 +237,9 @@ async def test_secrets_stay_out_of_errors():
         async with VllmBackend(server.url, api_key="sk-secret-1") as backend:
             with pytest.raises(EngineError, match=r"neither \[redacted\] nor hunter2 may"):
                 await backend.generate(**REQUEST)
+        async with VllmBackend(server.url, headers={"X-Api-Key": "hunter2"}) as backend:
+            with pytest.raises(EngineError, match=r"neither sk-secret-1 nor \[redacted\] may"):
+                await backend.generate(**REQUEST)
         address = server.url.replace("http://", "http://me:hunter2@")
         async with VllmBackend(address) as backend:
             with pytest.raises(EngineError, match=r"neither sk-secret-1 nor \[redacted\] may"):

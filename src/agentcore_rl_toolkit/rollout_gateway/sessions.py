@@ -38,7 +38,7 @@ class Session:
     would begin a new conversation.
     """
 
-    session_id: str
+    session_id: str = field(repr=False)  # a chosen one is the key
     api_key: str = field(repr=False)
     gateway_url: str
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ...errors import EngineError
 from ..fastjson import dumps, loads
 from .base import RETRY_AFTER
 
+_SECRET_HEADER = re.compile("auth|key|token|secret|cookie", re.IGNORECASE)
 _TRANSIENT = frozenset({408, 425, 429, 502, 503, 504})
 _MAX_RETRY_AFTER = 60.0
 _MAX_ERROR = 65_536
@@ -69,7 +71,8 @@ class HttpEngine:
         """The address without credentials: what errors and logs show."""
         if api_key and URL(self._url).user:
             raise ValueError("base_url: credentials in the address and an api_key are two ways to say who you are")
-        self._secrets = [secret for secret in (api_key, URL(self._url).password) if secret]
+        named = [value.split()[-1] for name, value in (headers or {}).items() if _SECRET_HEADER.search(name) and value]
+        self._secrets = [secret for secret in (api_key, URL(self._url).password, *named) if secret]
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
