@@ -238,3 +238,20 @@ async def test_a_cancelled_finish_leaves_the_session():
         assert (await running)[0] == 200
         [row] = await gateway.finish_session(client.session.session_id)
     assert row.response_length > 0
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_turns": 0},
+        {"max_total_tokens": 0},
+        {"min_response_tokens": 0},
+        {"max_context_tokens": -1},
+        {"deadline": float("nan")},
+    ],
+)
+def test_limits_that_allow_nothing_are_refused(limits):
+    gateway = RolloutGateway(backend=ScriptedBackend([]), renderer=renderer(TINY))
+    with pytest.raises(ValueError, match=next(iter(limits))):
+        gateway.create_session(**limits)
+    assert len(gateway.sessions) == 0

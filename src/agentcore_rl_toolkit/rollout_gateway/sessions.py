@@ -88,6 +88,18 @@ class Session:
             del self.idempotency_keys[next(iter(self.idempotency_keys))]
         return seen
 
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_context_tokens", 0),
+            ("min_response_tokens", 1),
+            ("max_turns", 1),
+            ("max_total_tokens", 1),
+            ("deadline", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name}: {least} or more is required, got {value!r}")
+
     def remember(self, answer_id: str, items: list[Any]) -> None:
         """Keep the items that an answer ends, for :meth:`recall`."""
         self.responses[answer_id] = items
