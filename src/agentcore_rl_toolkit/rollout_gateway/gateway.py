@@ -91,8 +91,8 @@ class RolloutGateway:
     ) -> Session:
         """Open a session. Without ``session_id`` its key can't be guessed; with one (at least 20 characters) the id
         is the key. Callable from any thread. ``volatile``: regular expressions; it and the limits: see
-        :class:`Session`. Raises ``ContractError`` for an id that can't be a key or is in use, ``ValueError`` for a limit
-        below its least, ``re.error``."""
+        :class:`Session`. Raises ``ContractError`` for an id that can't be a key or is in use, ``ValueError``
+        for a limit below its least, ``re.error``."""
         return self.sessions.create(
             session_id,
             self.base_url,
