@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentcore_rl_toolkit.client._loop import run_sync
+from agentcore_rl_toolkit.client._loop import _Job, run_sync
 from agentcore_rl_toolkit.client._sessions import pause
 from agentcore_rl_toolkit.client._threads import Threads
 
@@ -71,6 +71,21 @@ def test_a_value_that_comes_together_with_the_interrupt_is_not_lost() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_sync(work(), discard)
     assert discarded == ["a session"]
+
+
+def test_an_interrupt_before_the_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    async def work() -> None:
+        begun.append(1)
+
+    def interrupted(job: _Job[None]) -> _Job[None]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Job, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_sync(work())  # a coroutine never awaited would be a warning, hence an error
+    assert begun == []
 
 
 @pytest.mark.parametrize("attempt", [1, 10, 5_000])

@@ -45,17 +45,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Job(Generic[T]):
-    """A coroutine on the background loop. ``ended`` is settled when it has really ended, cleaning up included."""
+    """A coroutine on the background loop, once it is started. ``ended`` is settled when it has really ended, cleaning
+    up included. Starting is a step of its own, so that an interrupt at any time finds a job that it can cancel."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self.ended: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._coroutine = coroutine
         self._loop = _background()
-        self._loop.call_soon_threadsafe(self._start)
+        self._task: asyncio.Task[T] | None = None
 
-    def _start(self) -> None:
-        self._task = self._loop.create_task(self._coroutine)
-        self._task.add_done_callback(self._end)
+    def start(self) -> _Job[T]:
+        self._loop.call_soon_threadsafe(self._begin)
+        return self
+
+    def _begin(self) -> None:
+        if not self.ended.done():
+            self._task = self._loop.create_task(self._coroutine)
+            self._task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[T]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -65,7 +71,14 @@ class _Job(Generic[T]):
             self.ended.set_result(task.result())
 
     def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._task.cancel())
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.ended.done():  # the interrupt came before the start
+            self._coroutine.close()
+            self.ended.set_exception(asyncio.CancelledError())
 
 
 # What is done with a value whose receiver has left before it came.
@@ -76,17 +89,17 @@ def run_sync(coroutine: Coroutine[Any, Any, T], discard: Discard[T] | None = Non
     """Run to the end and return its value. An interrupt (Ctrl-C) cancels it and waits for its cleaning up."""
     job = _Job(coroutine)
     try:
-        return job.ended.result()
+        return job.start().ended.result()
     except BaseException:
         job.cancel()
         if job.ended.exception() is None and discard:  # it may have ended just when the interrupt came
-            _Job(discard(job.ended.result())).ended.result()
+            _Job(discard(job.ended.result())).start().ended.result()
         raise
 
 
 async def run_async(coroutine: Coroutine[Any, Any, T], discard: Discard[T] | None = None) -> T:
     """:func:`run_sync` for a caller in an event loop of its own; what interrupts there is cancellation here."""
-    job = _Job(coroutine)
+    job = _Job(coroutine).start()
     ended = asyncio.wrap_future(job.ended)
     try:
         return await asyncio.shield(ended)
@@ -94,7 +107,7 @@ async def run_async(coroutine: Coroutine[Any, Any, T], discard: Discard[T] | Non
         job.cancel()
         await asyncio.wait([ended])
         if ended.exception() is None and discard:
-            await asyncio.wrap_future(_Job(discard(ended.result())).ended)
+            await asyncio.wrap_future(_Job(discard(ended.result())).start().ended)
         raise
 
 
@@ -105,7 +118,7 @@ def on_the_loop() -> bool:
 
 def start(coroutine: Coroutine[Any, Any, object]) -> None:
     """Run it on the loop, and don't wait."""
-    _Job(coroutine)
+    _Job(coroutine).start()
 
 
 def soon(callback: Callable[[], object]) -> None:
