@@ -22,7 +22,7 @@ $(VENV)/.dev: pyproject.toml
 demo: $(VENV)/.local ## train a small agent on this machine, start to finish
 	$(RUN) -m agentcore_rl_toolkit demo $(ARGS)
 
-test: $(VENV)/.dev ## the tests (under 8 minutes)
+test: $(VENV)/.dev ## the tests (about 8 minutes on two cores)
 	$(RUN) -m pytest -m 'not slow and not conformance and not harness and not engine' $(ARGS)
 
 test-slow: $(VENV)/.dev ## the tests marked slow

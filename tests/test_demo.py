@@ -114,6 +114,7 @@ def test_it_runs_and_leaves_what_it_says(demo):
     demo.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_draws_a_table_and_gives_the_cursor_back(demo):
     ours, theirs = pty.openpty()
     demo.start("--steps", "1", "--samples", "4", stdout=theirs)
