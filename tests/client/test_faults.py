@@ -21,7 +21,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from conftest import (
+
+from agentcore_rl_toolkit import BatchItem, Outcome
+from agentcore_rl_toolkit.client._loop import run_sync
+from agentcore_rl_toolkit.errors import InvocationError, RolloutCancelled, RolloutTimeout, SetupError
+
+from .conftest import (
     ARN,
     BUCKET,
     World,
@@ -36,10 +41,6 @@ from conftest import (
     lose_answer,
     reset,
 )  # fmt: skip
-
-from agentcore_rl_toolkit import BatchItem, Outcome
-from agentcore_rl_toolkit.client._loop import run_sync
-from agentcore_rl_toolkit.errors import InvocationError, RolloutCancelled, RolloutTimeout, SetupError
 
 SESSIONS = 40
 ONE = "-00000007-000/"

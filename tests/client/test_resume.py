@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import World, answer, background, is_kind, late, lose_answer, put_proxies
 
 from agentcore_rl_toolkit import BatchItem, Outcome, RolloutClient
 from agentcore_rl_toolkit.client import _http
 from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.local import LocalAgentCore, Quotas
+
+from .conftest import World, answer, background, is_kind, late, lose_answer, put_proxies
 
 PAYLOADS = [{"seconds": 0.05, "text": str(i)} for i in range(12)]
 

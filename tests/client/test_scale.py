@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import ARN, BUCKET, World
 
 from agentcore_rl_toolkit import RolloutClient
 from agentcore_rl_toolkit.client._sessions import MOST_CALLS
 from agentcore_rl_toolkit.errors import SetupError
+
+from .conftest import ARN, BUCKET, World
 
 
 def delays(items: list[Any]) -> list[float]:
