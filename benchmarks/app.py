@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from _envs import environment
 
 HERE = Path(__file__).resolve().parent
 ORIGINAL = "agentcore-rl-toolkit[server]==0.2.0"
@@ -205,17 +206,6 @@ def measure(kind: str, handler: str, python: str, args: argparse.Namespace) -> d
     return figures
 
 
-def original_python() -> str:
-    folder = HERE / ".envs" / "original-app"
-    python = folder / "bin" / "python"
-    if not (folder / ".ready").exists():
-        print(f"installing {ORIGINAL} …", file=sys.stderr)
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", ORIGINAL], check=True)
-        (folder / ".ready").touch()
-    return str(python)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--package", choices=["original"], action="append", default=[])
@@ -237,7 +227,7 @@ def main() -> None:
     rows = [("bare app", "bare", "async", sys.executable)]
     rows += [(f"this project, {handler}", "ours", handler, sys.executable) for handler in ("sync", "async")]
     if args.package:
-        python = args.original_python or original_python()
+        python = args.original_python or str(environment(HERE / ".envs" / "original-app", [ORIGINAL]))
         rows += [(f"original, {handler}", "original", handler, python) for handler in ("sync", "async")]
     runs: dict[str, list[dict[str, float]]] = {}
     for _ in range(args.rounds):

@@ -14,12 +14,12 @@ import random
 import subprocess
 import sys
 import urllib.request
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from _envs import environment
 from _stub_runtime import ARN, BUCKET
 
 HERE = Path(__file__).resolve().parent
@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     pythons = {"this": sys.executable}
     if args.package == "original":
-        pythons["original"] = str(_original())
+        pythons["original"] = str(environment(HERE / ".envs" / "original-client", [ORIGINAL]))
     rng = random.Random(args.seed)
     payloads = [{"seconds": rng.uniform(2.0, 10.0), "text": "x" * 500} for _ in range(args.sessions)]
     rows = []
@@ -115,17 +115,6 @@ def _stub(invoke_ms: float, read_ms: float) -> Iterator[dict[str, str]]:
             yield json.loads(server.stdout.readline())
         finally:
             server.kill()
-
-
-def _original() -> Path:
-    folder = HERE / ".envs" / "original-client"
-    python = folder / "bin" / "python"
-    if not (folder / ".ready").exists():
-        print(f"making an environment with {ORIGINAL} …", file=sys.stderr)
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", ORIGINAL], check=True)
-        (folder / ".ready").touch()
-    return python
 
 
 if __name__ == "__main__":

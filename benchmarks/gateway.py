@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import venv
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,8 @@ from importlib.metadata import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from _envs import environment
 
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent.parent / "shared" / "tokenizers" / "qwen3"
@@ -210,24 +211,12 @@ def contenders(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
         rows.append(Row("gateway, fast", "gateway", {"fast": True}))
     rows.append(Row("gateway, streamed", "gateway", {"stream": True}))
     if args.peers:
-        pythons = {name: str(_environment(args.envs / name, wanted)) for name, wanted in PEERS.items()}
+        pythons = {name: str(environment(args.envs / name, wanted)) for name, wanted in PEERS.items()}
         rows.append(Row("rllm", "rllm", python=pythons["rllm"]))
         rows += [Row(f"original, {h}", "original", {"history": h}, pythons["original"]) for h in ("tree", "linear")]
     if args.only:
         rows = [row for row in rows if row.name in args.only]
     return rows, notes
-
-
-def _environment(folder: Path, wanted: list[str]) -> Path:
-    """A virtual environment with exactly these requirements, made once."""
-    python = folder / "bin" / "python"
-    marker = folder / ".wanted"
-    if not marker.is_file() or marker.read_text("utf-8").split("\n") != wanted:
-        print(f"making {folder} with {', '.join(wanted)} …", file=sys.stderr)
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *wanted], check=True)
-        marker.write_text("\n".join(wanted), "utf-8")
-    return python
 
 
 # -- report --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._arguments import at_least_one
 from ..errors import SetupError
 
 if TYPE_CHECKING:
@@ -50,11 +51,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_model(parser.add_argument_group("model", "What the agent is told in _rollout; without it, its own choice."))
     run = parser.add_argument_group("run")
     run.add_argument("--data", type=Path, required=True, metavar="FILE", help="tasks, one JSON object a line")
-    run.add_argument("--limit", type=_count, metavar="N", help="only the first N tasks")
-    run.add_argument("--samples", type=_count, default=1, metavar="N", help="rollouts of each task (default: 1)")
+    run.add_argument("--limit", type=at_least_one, metavar="N", help="only the first N tasks")
+    run.add_argument("--samples", type=at_least_one, default=1, metavar="N", help="rollouts of each task (default: 1)")
     run.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the run")
     run.add_argument("--timeout", type=_above_zero, default=900.0, metavar="SECONDS", help="a rollout (default: 900)")
-    run.add_argument("--max-concurrent", type=_count, metavar="N", help="sessions (default: 64; with --local: 8)")
+    run.add_argument("--max-concurrent", type=at_least_one, metavar="N", help="sessions (default: 64; with --local: 8)")
     run.add_argument(
         "--tps-limit", type=_above_zero, default=25.0, metavar="N", help="calls to AgentCore a second (default: 25)"
     )
@@ -97,12 +98,6 @@ def _add_rule(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=_finite, default=1.0, metavar="R", help="a reward of at least R is a success (default: 1)"
     )
     group.add_argument("--failed-as-zero", action="store_true", help="give failed rollouts reward 0")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
 
 
 def _finite(text: str) -> float:

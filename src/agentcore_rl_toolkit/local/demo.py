@@ -23,6 +23,7 @@ from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from .._arguments import at_least_one
 from ..errors import SetupError, require
 
 if TYPE_CHECKING:
@@ -55,18 +56,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="tiny",
         help="tiny: a policy that learns (default); llama.cpp: SmolLM2-135M-Instruct, evaluated, not trained",
     )
-    parser.add_argument("--steps", type=_positive, help="training steps (default: 24; with llama.cpp: 2)")
-    parser.add_argument("--samples", type=_positive, help="rollouts per task (default: 6; with llama.cpp: 2)")
+    parser.add_argument("--steps", type=at_least_one, help="training steps (default: 24; with llama.cpp: 2)")
+    parser.add_argument("--samples", type=at_least_one, help="rollouts per task (default: 6; with llama.cpp: 2)")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling (default: 0)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: runs/<time>)")
     parser.add_argument("--plain", action="store_true", help="lines instead of a live table")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,6 @@ import functools
 import math
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from ..errors import EngineError
-from ..rollout_gateway.sampling import TokenChunk, TurnRecord, not_honoured
+from ..rollout_gateway.sampling import StreamingEngine, TokenChunk, not_honoured
 from ..rollout_gateway.traces.record import TraceRecord
 from .math_tasks import transcripts
 
@@ -167,7 +166,7 @@ def warmed_up() -> _Weights:
 # -- the engine and the learner ------------------------------------------------------------------------
 
 
-class TinyPolicy:
+class TinyPolicy(StreamingEngine):
     """The policy as an engine (``generate``, ``stream``) and as a learner (``update``).
 
     Starts from :func:`warmed_up`. ``version``: updates so far, reported as ``policy_version`` of every turn.
@@ -182,25 +181,6 @@ class TinyPolicy:
     @property
     def version(self) -> int:
         return self._state[0]
-
-    async def generate(
-        self,
-        *,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        session_id: str | None = None,
-        **media: Any,
-    ) -> TurnRecord:
-        """Sample one answer: all of :meth:`stream`."""
-        turn = TurnRecord(list(prompt_ids), [], "", [])
-        stream = self.stream(prompt_ids=prompt_ids, sampling_params=sampling_params, session_id=session_id, **media)
-        async with aclosing(stream):
-            async for chunk in stream:
-                turn.output_ids += chunk.output_ids
-                turn.output_log_probs += chunk.output_log_probs
-                turn.policy_version = chunk.policy_version
-                turn.finish_reason = chunk.finish_reason or ""
-        return turn
 
     async def stream(
         self,

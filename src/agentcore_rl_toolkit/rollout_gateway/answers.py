@@ -16,7 +16,7 @@ from .messages import assistant_message, chain, tools_key
 from .parsed import CallArgumentsDelta, CallStartDelta, ContentDelta, Delta, OutputParser, ParsedMessage, ReasoningDelta
 from .prompts import Prompt
 from .render.base import Renderer
-from .sampling import NEUTRAL, SamplingBackend, TurnRecord, add_versions, check_output
+from .sampling import NEUTRAL, SamplingBackend, TokenChunk, TurnRecord, add_versions, check_output
 from .sessions import Session
 from .traces import Turn
 from .trimmed import Continued, Trimmed
@@ -254,17 +254,22 @@ class TokenAnswers(Answers[Prompt]):
             return
         async with aclosing(stream(**request)) as chunks:
             async for chunk in chunks:
-                yield TurnRecord(
-                    prompt_ids=prompt.ids,
-                    output_ids=chunk.output_ids,
-                    output_log_probs=chunk.output_log_probs,
-                    finish_reason=chunk.finish_reason or "",
-                    policy_version=chunk.policy_version,
-                    extra=chunk.extra,
-                )
+                yield record_of(chunk, prompt.ids)
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
         return self._renderer.decode
+
+
+def record_of(chunk: TokenChunk, prompt_ids: list[int]) -> TurnRecord:
+    """A piece of a streamed answer as the record of that piece."""
+    return TurnRecord(
+        prompt_ids=prompt_ids,
+        output_ids=chunk.output_ids,
+        output_log_probs=chunk.output_log_probs,
+        finish_reason=chunk.finish_reason or "",
+        policy_version=chunk.policy_version,
+        extra=chunk.extra,
+    )
 
 
 def _turn(prompt: Prompt, message: ParsedMessage, call_ids: list[str], output: _Output, *, trimmed: bool) -> Turn:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import EngineError, GatewayError
-from .answers import Answers, CallIdBook, Inexact, OnDeltas
+from .answers import Answers, CallIdBook, Inexact, OnDeltas, record_of
 from .forks import fork_reason
 from .messages import Message, parse_arguments
 from .names import random_hex
@@ -133,14 +133,7 @@ class ChatAnswers(Answers[ChatPrompt]):
                     raise EngineError("the engine did not report the prompt's tokens")
                 self.vocabulary.learn(chunk.extra.get("texts") or {})
                 prompt.relay.take(chunk.deltas)
-                yield TurnRecord(
-                    prompt_ids=prompt.ids,
-                    output_ids=chunk.output_ids,
-                    output_log_probs=chunk.output_log_probs,
-                    finish_reason=chunk.finish_reason or "",
-                    policy_version=chunk.policy_version,
-                    extra=chunk.extra,
-                )
+                yield record_of(chunk, prompt.ids)
 
     def _told(self, error: EngineError) -> GatewayError:
         return _told(error) or super()._told(error)

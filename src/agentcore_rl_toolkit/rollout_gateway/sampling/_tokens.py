@@ -14,7 +14,16 @@ from weakref import WeakKeyDictionary
 
 from ...errors import EngineError, SetupError
 from ._http import HttpEngine, StatusError
-from .base import NEUTRAL, NO_LOGPROB, RETRY_AFTER, ROUNDING, ChatChunk, TokenChunk, TurnRecord, check_output, collect
+from .base import (
+    NEUTRAL,
+    NO_LOGPROB,
+    RETRY_AFTER,
+    ROUNDING,
+    ChatChunk,
+    StreamingEngine,
+    TokenChunk,
+    check_output,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +175,7 @@ class CheckedServer(HttpEngine):
         return digest.hex(), rank
 
 
-class TokenServer(CheckedServer):
+class TokenServer(CheckedServer, StreamingEngine):
     """A token-in/token-out server behind HTTP; the subclass knows its wire.
 
     ``routed_experts``: ask for the experts each token went through (``extra["routed_experts"]``).
@@ -175,19 +184,6 @@ class TokenServer(CheckedServer):
     def __init__(self, base_url: str, *, routed_experts: bool = False, **options: Any) -> None:
         super().__init__(base_url, **options)
         self.routed_experts = routed_experts
-
-    async def generate(
-        self,
-        *,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        session_id: str | None = None,
-        **media: Any,
-    ) -> TurnRecord:
-        """One answer. Raises ``EngineError``."""
-        request: dict[str, Any] = {"sampling_params": sampling_params, "session_id": session_id, **media}
-        async with aclosing(self.stream(prompt_ids=prompt_ids, **request)) as chunks:
-            return await collect(chunks, prompt_ids)
 
     async def stream(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Container, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Protocol, TypedDict, runtime_checkable
@@ -204,6 +205,34 @@ async def collect(chunks: AsyncIterator[TokenChunk], prompt_ids: list[int]) -> T
     known = [version for version in versions if version is not None]
     record.policy_version = known if len(set(known)) > 1 else known[0] if known else None
     return record
+
+
+class StreamingEngine(ABC):
+    """An engine that streams; a whole answer is all of its stream."""
+
+    async def generate(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        **media: Any,
+    ) -> TurnRecord:
+        """One answer. Raises ``EngineError``."""
+        request: dict[str, Any] = {"sampling_params": sampling_params, "session_id": session_id, **media}
+        async with aclosing(self.stream(prompt_ids=prompt_ids, **request)) as chunks:
+            return await collect(chunks, prompt_ids)
+
+    @abstractmethod
+    def stream(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str | None = None,
+        **media: Any,
+    ) -> AsyncGenerator[TokenChunk]:
+        """One answer while it is sampled. Raises ``EngineError``."""
 
 
 def not_honoured(params: Mapping[str, Any], honoured: Container[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import EngineError
 from ._gate import Gate, Running
-from .base import RETRY_AFTER, SamplingBackend, TokenChunk, TurnRecord, collect
+from .base import RETRY_AFTER, SamplingBackend, StreamingEngine, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Replica:
     revival: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
-class ReplicaRouter:
+class ReplicaRouter(StreamingEngine):
     """Spreads turns over replicas of one engine; itself an engine.
 
     A session stays with its replica, where its prefix is cached; a new one goes to the replica with the fewest running
@@ -87,19 +87,6 @@ class ReplicaRouter:
         return min((window for window in told if isinstance(window, int)), default=None)
 
     # -- the seam ----------------------------------------------------------------------------------------
-
-    async def generate(
-        self,
-        *,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        session_id: str | None = None,
-        **media: Any,
-    ) -> TurnRecord:
-        """One answer. Raises ``EngineError``."""
-        request: dict[str, Any] = {"sampling_params": sampling_params, "session_id": session_id, **media}
-        async with aclosing(self.stream(prompt_ids=prompt_ids, **request)) as chunks:
-            return await collect(chunks, prompt_ids)
 
     async def stream(
         self,
