@@ -22,7 +22,7 @@ from a2a.helpers import get_artifact_text, get_message_text, new_data_part, new_
 from a2a.types import CancelTaskRequest, Message, Role, SendMessageRequest, StreamResponse, TaskState
 
 from agentcore_rl_toolkit import RolloutClient
-from agentcore_rl_toolkit.client._http import ServiceError
+from agentcore_rl_toolkit._aws import ServiceError
 from agentcore_rl_toolkit.errors import RolloutCancelled, RolloutRejected, SetupError
 from agentcore_rl_toolkit.local import LocalAgentCore
 

@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
+from functools import partialmethod
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from tokenizers import Tokenizer
 
 from agentcore_rl_toolkit import Outcome, Rollout, RolloutClient, run_rollouts
-from agentcore_rl_toolkit.client._one import judge
+from agentcore_rl_toolkit.client._one import Order, judge
+from agentcore_rl_toolkit.client._sweep import Pace
 from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.local import Lifecycle, LocalAgentCore
 from agentcore_rl_toolkit.local.policy import FOLDER
@@ -185,6 +187,35 @@ async def test_without_a_gateway_there_are_results_and_no_records(client, gatewa
     [rollout] = await collect(client, None, [ASK], base_url=session.base_url, api_key=session.api_key)
     assert (rollout.outcome, rollout.reward, rollout.records) == (Outcome.SUCCEEDED, 0.5, [])
     assert len(await gateway.finish_session(session.session_id)) == 1
+
+
+async def test_agents_tell_the_gateway_when_their_results_are_written(client, gateway, monkeypatch):
+    hinted: list[tuple[str, str]] = []
+    hint = client._hint
+    monkeypatch.setattr(client, "_hint", lambda bucket, key: (hinted.append((bucket, key)), hint(bucket, key)))
+    # The first sweep comes late, so that the hint is what brings the result.
+    monkeypatch.setattr(Order, "__init__", partialmethod(Order.__init__, pace=Pace(30.0, 30.0)))
+    began = time.monotonic()
+    rollouts = await collect(client, gateway, [ASK, {"do": "raise"}], samples=2, timeout=60.0)
+    assert time.monotonic() - began < 25
+    assert [r.outcome for r in rollouts] == 2 * [Outcome.SUCCEEDED] + 2 * [Outcome.AGENT_FAILED]
+    assert sorted(hinted) == [(client.s3_bucket, f"tests/{r.input_id}/{r.session_id}.json") for r in rollouts]
+
+
+async def test_a_session_s_done_url_is_opened_by_its_key_alone(gateway):
+    told: list[str] = []
+    one = gateway.create_session(on_done=lambda: told.append("one"))
+    two = gateway.create_session()  # nobody waits for it
+
+    async def post(url: str, body: bytes = b"anything") -> int:
+        async with ClientSession() as http, http.post(url, data=body) as response:
+            return response.status
+
+    assert [await post(one.done_url), await post(one.done_url), await post(two.done_url)] == [204, 204, 204]
+    assert await post(one.done_url.replace(one.api_key, "guess")) == 401
+    assert told == ["one", "one"]
+    await gateway.finish_session(one.session_id)
+    assert await post(one.done_url) == 410
 
 
 async def test_a_gateway_that_died_is_told_by_the_agent(client, gateway, local):

@@ -6,7 +6,10 @@ import logging
 import random
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._aws import Storage
 
 __all__ = ["ResultStore"]
 
@@ -20,14 +23,12 @@ _WRITE_SECONDS = 3600.0
 _REFUSED_SECONDS = 60.0
 """How long a permission that is missing may still be on its way: IAM takes seconds to spread a new policy."""
 _LOOKS, _PUTS = 4, 16
-"""Calls in flight at once. More threads inside botocore would only take the interpreter from /ping."""
+"""Calls in flight at once. More threads at work would only take the interpreter from /ping."""
 
 _HOPELESS = frozenset({"NoSuchBucket", "InvalidBucketName", "EntityTooLarge", "KeyTooLongError", "NotImplemented"})
 _WRONG_SETTING = frozenset({"ParamValidationError", "ProfileNotFound", "InvalidRegionError", "ConfigParseError"})
-_REFUSED = frozenset({"AccessDenied", "403", "AllAccessDisabled", "AccountProblem"})
 _CREDENTIALS = frozenset(
     {
-        "400",  # of a HEAD, which says no more than that
         "ExpiredToken",
         "ExpiredTokenException",
         "InvalidToken",
@@ -43,9 +44,7 @@ class ResultStore:
     """Writes result objects to S3. Blocking: call it from threads, as many as you like."""
 
     def __init__(self) -> None:
-        self._client: Any = None
-        self._buckets: set[str] = set()
-        """Buckets that exist."""
+        self._storage: Storage | None = None
         self._lock = threading.Lock()
         self._looks, self._puts = threading.BoundedSemaphore(_LOOKS), threading.BoundedSemaphore(_PUTS)
 
@@ -53,35 +52,29 @@ class ResultStore:
         """Whether a rollout with this result key should run: False if its result exists or can't ever be written."""
         deadline, tries = time.monotonic() + _LOOK_SECONDS, 0
         while True:
-            client = None
+            storage = None
             try:
-                client = self._s3()
+                storage = self._connected()
                 with self._looks:
-                    self._look(client, bucket, key)
+                    exists = storage.exists(bucket, key)
             except Exception as error:  # noqa: BLE001 - e.g. no permission to read: writing may still work
-                code = _code(error)
-                if _patience(error, code) == 0.0:
-                    logger.error("rollout %s: not run, its result could not be written: %s", key, _advice(error, code))
+                if _patience(error) == 0.0:
+                    logger.error(
+                        "rollout %s: not run, its result could not be written: %s", key, _advice(error, bucket)
+                    )
                     return False
-                if code in ("NoSuchKey", "404") or code in _REFUSED:
-                    self._buckets.add(bucket)
+                if _refused(error):
                     return True
-                self._renew(client, error, code)
+                self._renew(storage, error)
                 tries += 1
                 if time.monotonic() > deadline:
                     logger.warning("rollout %s: could not look for an earlier result: %s", key, error)
                     return True  # should there be one, it is not overwritten
                 time.sleep(_delay(tries))
                 continue
-            logger.info("rollout %s: its result exists already; not run again", key)
-            return False
-
-    def _look(self, client: Any, bucket: str, key: str) -> None:
-        """Raises botocore's error if there is no such object."""
-        if bucket in self._buckets:
-            client.head_object(Bucket=bucket, Key=key)  # half the work of a GET
-        else:  # only an answer with a body tells a missing bucket from a missing key
-            client.get_object(Bucket=bucket, Key=key, Range="bytes=0-0")["Body"].close()
+            if exists:
+                logger.info("rollout %s: its result exists already; not run again", key)
+            return not exists
 
     def write(self, bucket: str, key: str, body: bytes) -> bool:
         """Write ``body`` unless the key exists, and try until it is there; True if a result is there now.
@@ -91,76 +84,69 @@ class ResultStore:
         """
         began, tries = time.monotonic(), 0
         while True:
-            client = None
+            storage = None
             try:
-                client = self._s3()
+                storage = self._connected()
                 with self._puts:
-                    client.put_object(
-                        Bucket=bucket, Key=key, Body=body, ContentType="application/json", IfNoneMatch="*"
-                    )
+                    storage.put(bucket, key, body, "application/json")
             except Exception as error:  # noqa: BLE001 - reported with what to do
-                code = _code(error)
                 # Also the answer to a retry of a write whose own answer was lost.
-                if code in ("PreconditionFailed", "412"):
+                if getattr(error, "status", None) == 412:
                     logger.info("rollout %s: a result was written already; it stays", key)
                     return True
-                self._renew(client, error, code)
+                self._renew(storage, error)
                 tries += 1
-                if time.monotonic() - began > _patience(error, code):
-                    logger.error("rollout %s: result lost, s3://%s/%s: %s", key, bucket, key, _advice(error, code))
+                advice = _advice(error, bucket)
+                if time.monotonic() - began > _patience(error):
+                    logger.error("rollout %s: result lost, s3://%s/%s: %s", key, bucket, key, advice)
                     return False
                 level = logging.WARNING if tries == 3 else logging.INFO
-                logger.log(level, "rollout %s: write %d failed, trying on: %s", key, tries, _advice(error, code))
+                logger.log(level, "rollout %s: write %d failed, trying on: %s", key, tries, advice)
                 time.sleep(_delay(tries))
                 continue
             logger.info("rollout %s: result written (%d bytes)", key, len(body))
             return True
 
-    def _s3(self) -> Any:
+    def _connected(self) -> Storage:
         with self._lock:
-            if self._client is None:
-                import boto3
-                from botocore.config import Config
+            if self._storage is None:
+                from ._aws import Storage  # late: it imports botocore, and that takes a while
 
-                config = Config(
-                    retries={"mode": "standard", "total_max_attempts": 1},  # the loops above know more
-                    connect_timeout=5,
-                    read_timeout=20,
-                    max_pool_connections=_LOOKS + _PUTS,
-                )
                 # A session of its own: a new one reads the credentials anew, see _renew.
-                self._client = boto3.Session().client("s3", config=config)
-            return self._client
+                self._storage = Storage(connections=_LOOKS + _PUTS)
+            return self._storage
 
-    def _renew(self, client: Any, error: Exception, code: str) -> None:
-        """Forget a client whose credentials were refused or could not be had: the next one looks for new ones."""
-        if code in _CREDENTIALS or "Credential" in type(error).__name__:
+    def _renew(self, storage: Storage | None, error: Exception) -> None:
+        """Forget a storage whose credentials were refused or could not be had: the next one looks for new ones."""
+        if _code(error) in _CREDENTIALS or "Credential" in type(error).__name__:
             with self._lock:
-                if self._client is client:  # another thread may have made a new one since
-                    self._client = None
+                if self._storage is storage:  # another thread may have made a new one since
+                    self._storage = None
 
 
 def _code(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+    return str(getattr(error, "code", ""))  # of a ServiceError
 
 
-def _patience(error: Exception, code: str) -> float:
+def _refused(error: Exception) -> bool:
+    return getattr(error, "status", None) == 403 and _code(error) not in _CREDENTIALS
+
+
+def _patience(error: Exception) -> float:
     """Seconds for which a write that fails like this is tried again."""
     # A wrong setting of this process (endpoint, profile, region) stays wrong.
-    if code in _HOPELESS or type(error).__name__ in _WRONG_SETTING or isinstance(error, ValueError):
+    if _code(error) in _HOPELESS or type(error).__name__ in _WRONG_SETTING or isinstance(error, ValueError):
         return 0.0
-    return _REFUSED_SECONDS if code in _REFUSED else _WRITE_SECONDS
+    return _REFUSED_SECONDS if _refused(error) else _WRITE_SECONDS
 
 
 def _delay(tries: int) -> float:
     return min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(tries - 1, 10)) * random.uniform(0.5, 1.0)
 
 
-def _advice(error: Exception, code: str) -> str:
-    if code == "NoSuchBucket":
-        bucket = getattr(error, "response", {}).get("Error", {}).get("BucketName", "")
+def _advice(error: Exception, bucket: str) -> str:
+    if _code(error) == "NoSuchBucket":
         return f"bucket {bucket!r} does not exist. Create it, or correct s3_bucket where the rollout was started"
-    if code in _REFUSED:
+    if _refused(error):
         return f"{error}. Allow s3:PutObject on this bucket to the agent's execution role"
     return f"{type(error).__name__}: {error}"

@@ -37,6 +37,7 @@ class _Session(Protocol):
     session_id: str
     api_key: str
     base_url: str
+    done_url: str
 
 
 class Gateway(Protocol):
@@ -194,15 +195,18 @@ class _Batch:
         overrides = dict(self.sampling_overrides)
         if self.seed is not None:
             overrides["seed"] = session_seed(self.seed, slot.payload_index, slot.sample_index)
-        session: _Session = self.gateway.create_session(sampling_overrides=overrides)
+        on_done = self.client._hint_for(slot.input_id, slot.session_id)
+        session: _Session = self.gateway.create_session(sampling_overrides=overrides, on_done=on_done)
         return session
 
     def _order(self, slot: _Slot, session: _Session | None) -> Order:
-        config = dict(self.rollout_config)
-        if session is not None:
+        if session is None:
+            config = self.rollout_config
+        else:
             if not session.base_url.startswith("http"):
                 raise SetupError("the gateway has no address: start its server before the rollouts")
-            config |= {"base_url": session.base_url, "api_key": session.api_key}
+            own = {"base_url": session.base_url, "api_key": session.api_key}
+            config = {"notify_url": session.done_url, **self.rollout_config, **own}
         return Order(slot.payload, slot.session_id, slot.input_id, config, self.timeout)
 
     async def _finish(self, rollout: Rollout, session: _Session | None) -> None:

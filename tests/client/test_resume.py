@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from agentcore_rl_toolkit import BatchItem, Outcome, RolloutClient
-from agentcore_rl_toolkit.client import _http
+from agentcore_rl_toolkit.client import _runtime
 from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.local import LocalAgentCore, Quotas
 
@@ -203,7 +203,7 @@ def test_a_killed_script_takes_its_sessions_up_again(local: LocalAgentCore, tmp_
 def test_an_unanswered_invoke_is_sent_again_and_the_agent_runs_once(
     local: LocalAgentCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    monkeypatch.setattr(_http, "_INVOKE_READ_TIMEOUT", 1.0)
+    monkeypatch.setattr(_runtime, "_INVOKE_READ_TIMEOUT", 1.0)
     log = tmp_path / "log"
     with background() as (stack, call):
         environment = local.environment()

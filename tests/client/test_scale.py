@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -54,6 +56,21 @@ def test_a_lost_hint_costs_no_result(world: World) -> None:
     client = world.client(notify_address="http://127.0.0.1:0")
     future = client.invoke({"seconds": 0.2}, notify_url="http://127.0.0.1:9/nobody")
     assert future.result(timeout=15)["rewards"] == 1.0
+
+
+def test_false_hints_hold_up_nobody_and_cost_little(world: World) -> None:
+    client = world.client(notify_address="http://127.0.0.1:0")
+    future = client.invoke({"seconds": 4.0, "text": "slow"})
+    other = client.invoke({"seconds": 2.0}, notify_url="http://127.0.0.1:9/nobody")
+    assert client._listener is not None
+    url, hint = asyncio.run(client._listener.url()), {"s3_bucket": client.s3_bucket, "result_key": future.result_key}
+    before = world.stub.counts["get_miss"]
+    with ThreadPoolExecutor(20) as pool:
+        assert set(pool.map(lambda _: post(url, json.dumps(hint).encode()), range(300))) == {204}
+    assert world.stub.counts["get_miss"] - before < 60
+    assert other.result(timeout=20)["rewards"] == 1.0
+    assert other.elapsed() < 5  # sweeps go on as if nobody had said anything
+    assert future.result(timeout=20)["text"] == "slow"
 
 
 def post(url: str, body: bytes) -> int | None:

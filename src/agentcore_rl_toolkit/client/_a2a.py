@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._arn import RuntimeArn
 from ..errors import require
-from ._http import Runtime
+from ._runtime import Runtime
 
 if TYPE_CHECKING:
     from a2a.types import AgentCard

@@ -8,10 +8,11 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .._arn import parse_arn
+from .._aws import Storage
 from .._redact import Redactor, find_secrets
 from ..errors import InvocationError, RolloutTimeout, SetupError
 from ..protocol import result_key
@@ -19,12 +20,12 @@ from ._a2a import A2ARuntime, parse_card
 from ._batch import BatchResult, BatchSettings, Priority, close_batches
 from ._faults import Fault
 from ._future import RolloutFuture
-from ._http import Runtime, Storage
 from ._limits import Rates, shared_limiter
 from ._loop import run_async, run_sync, soon
 from ._notify import Listener
 from ._one import Order
 from ._request import check_session_id, encode, read_answer
+from ._runtime import Runtime
 from ._sessions import MOST_CALLS, Sessions, Start, pause
 from ._sweep import Pace, Sweeper, Watch
 from ._threads import Threads
@@ -291,6 +292,10 @@ class RolloutClient:
         if sweeper is None:
             sweeper = self._sweepers[bucket, prefix] = Sweeper(self._storage, self._reads, bucket, prefix)
         return sweeper, sweeper.watch(key, pace)
+
+    def _hint_for(self, input_id: str, session_id: str) -> Callable[[], None]:
+        """What to call, from any thread, when this rollout's result is said to be there."""
+        return lambda: soon(lambda: self._hint(self.s3_bucket, result_key(self.exp_id, input_id, session_id)))
 
     def _hint(self, bucket: str, key: str) -> None:
         sweeper = self._sweepers.get((bucket, _prefix(key)))

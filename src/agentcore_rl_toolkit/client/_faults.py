@@ -6,8 +6,8 @@ import enum
 
 import botocore.exceptions as aws
 
+from .._aws import BrokenOff, ServiceError
 from ..errors import SetupError
-from ._http import BrokenOff, ServiceError
 
 __all__ = ["Fault", "fault_of", "setup_error"]
 

@@ -12,11 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from .._aws import ServiceError
 from ..errors import InvocationError, SetupError
 from ._faults import Fault, fault_of, setup_error
-from ._http import Runtime, ServiceError
 from ._limits import FIRST, Limiter
 from ._request import masked
+from ._runtime import Runtime
 from ._threads import Threads
 
 __all__ = ["MOST_CALLS", "Sessions", "Start", "pause", "to_the_end"]

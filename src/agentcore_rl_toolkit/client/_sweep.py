@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from .._aws import Page, Storage
 from ..errors import InvocationError, RolloutCancelled
 from ._faults import Fault, fault_of, setup_error
-from ._http import Page, Storage
 from ._sessions import pause
 from ._threads import Threads
 
@@ -35,7 +36,8 @@ _AT_ONCE = 3  # calls for the same key
 _CORRUPT = 4  # times that an object is no JSON until that is believed
 _STRIKES = 3  # sweeps that all say the same until it is believed
 _RENEWAL = 60.0  # seconds for which credentials that worked may be refused
-_HINTED_PAUSE = 10.0
+_HINTED_PAUSE = 10.0  # seconds between sweeps while hints bring the results
+_HINTS_APART = 1.0  # seconds in which further hints for the same key are not heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Watch:
     alone: bool = False
     calls: int = 0
     called: float = 0.0
+    hinted: float = -math.inf
     failures: int = 0
     corrupt: int = 0
     not_before: float = 0.0
@@ -121,11 +124,10 @@ class Sweeper:
             self._wake.set()
 
     def hint(self, key: str) -> None:
-        """The result is said to be there."""
-        watch = self._watches.get(key)
-        if watch is not None:
-            self._hinted = True
-            watch.seen = watch.seen or time.monotonic()
+        """The result is said to be there. By an agent, which may say so wrongly, and a thousand times."""
+        watch, now = self._watches.get(key), time.monotonic()
+        if watch is not None and now - watch.hinted >= _HINTS_APART:
+            watch.hinted = now
             self._fetch(watch, hinted=True)
 
     async def look(self, watch: Watch) -> bool:
@@ -251,7 +253,7 @@ class Sweeper:
 
     async def _get(self, watch: Watch, *, hinted: bool = False) -> bool:
         watch.calls += 1
-        watch.called = time.monotonic()
+        watch.called = began = time.monotonic()
         try:
             result = await self._threads.run(lambda: _read(self._storage.get(self._bucket, watch.key)))
         except (ValueError, RecursionError) as error:
@@ -263,8 +265,8 @@ class Sweeper:
             self._forbidden_strikes.clear()
             if not watch.result.done():
                 self._found = True
-                self._hinted &= hinted
-                watch.seen = watch.seen or time.monotonic()
+                self._hinted = hinted
+                watch.seen = watch.seen or (began if hinted else time.monotonic())
                 watch.result.set_result(result)
             return True
         finally:

@@ -22,6 +22,7 @@ import ast
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import runpy
 import select
@@ -262,8 +263,8 @@ def preload(script: str, parent: int) -> list[str]:
         for name in late if package in sys.modules else []:
             _import(name, [], [])
     if "agentcore_rl_toolkit" in sys.modules:
-        with contextlib.suppress(Exception):  # the app's store makes one too; half of that is reading JSON, kept here
-            sys.modules["boto3"].client("s3")
+        with contextlib.suppress(Exception):
+            importlib.import_module("agentcore_rl_toolkit._aws").warm_up()
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()

@@ -60,6 +60,17 @@ def count_tokens_handler(gateway: RolloutGateway, wire: AnthropicMessages) -> Ha
     return _handler(gateway, wire, serve)
 
 
+def done_handler(gateway: RolloutGateway) -> Handler:
+    """Where an agent tells that its result is written. Which one, its key says: the body may say anything."""
+
+    async def serve(session: Session, http: web.Request) -> web.StreamResponse:
+        if session.on_done is not None:
+            session.on_done()
+        return web.Response(status=204)
+
+    return _handler(gateway, OpenAIChat(), serve)
+
+
 def _handler(gateway: RolloutGateway, wire: Wire, serve: Serve) -> Handler:
     """Finds the session; errors have the wire's own shape, whatever raised them."""
 

@@ -88,10 +88,11 @@ class RolloutGateway:
         max_total_tokens: int | None = None,
         deadline: float | None = None,
         volatile: Sequence[str] = (),
+        on_done: Callable[[], None] | None = None,
     ) -> Session:
         """Open a session. Without ``session_id`` its key can't be guessed; with one (at least 20 characters) the id
-        is the key. Callable from any thread. ``volatile``: regular expressions; it and the limits: see
-        :class:`Session`. Raises ``ContractError`` for an id that can't be a key or is in use, ``ValueError``
+        is the key. Callable from any thread. ``volatile``: regular expressions; it, ``on_done`` and the limits:
+        see :class:`Session`. Raises ``ContractError`` for an id that can't be a key or is in use, ``ValueError``
         for a limit below its least, ``re.error``."""
         return self.sessions.create(
             session_id,
@@ -104,6 +105,7 @@ class RolloutGateway:
             max_total_tokens=max_total_tokens,
             deadline=deadline,
             volatile=[re.compile(pattern) for pattern in volatile],
+            on_done=on_done,
         )
 
     async def finish_session(

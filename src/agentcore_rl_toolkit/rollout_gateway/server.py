@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from ..errors import SetupError
-from .endpoints import MAX_BODY, count_tokens_handler, elsewhere, healthz, models_handler, turn_handler
+from .endpoints import MAX_BODY, count_tokens_handler, done_handler, elsewhere, healthz, models_handler, turn_handler
 from .gateway import RolloutGateway
 from .sessions import Session
 from .traces import TraceRecord
@@ -36,6 +36,7 @@ def gateway_app(gateway: RolloutGateway) -> web.Application:
             app.router.add_post(prefix + path, handler)
         app.router.add_get(f"{prefix}/models", models)
         app.router.add_get(f"{prefix}/models/{{name:.+}}", models)
+    app.router.add_post("/sessions/{key}/done", done_handler(gateway))
     app.router.add_get("/healthz", healthz)
     app.router.add_route("*", "/{path:.*}", elsewhere)
     return app

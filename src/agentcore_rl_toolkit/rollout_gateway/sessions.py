@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,8 @@ class Session:
     ``max_turns``, ``max_total_tokens`` (sampled tokens; an answer is limited to what is left): None = unlimited.
     ``deadline``: seconds from the session's creation; then no turn begins, and one that is being sampled is given
     up. ``volatile``: what to take out of system prompts, because a harness changes it with every request and each
-    would begin a new conversation.
+    would begin a new conversation. ``on_done``: called in the gateway's thread when the agent says, at ``done_url``,
+    that its result is written; it may be wrong, and say so more than once.
     """
 
     session_id: str = field(repr=False)  # a chosen one is the key
@@ -49,6 +50,7 @@ class Session:
     max_total_tokens: int | None = None
     deadline: float | None = None
     volatile: list[re.Pattern[str]] = field(default_factory=list)
+    on_done: Callable[[], None] | None = field(default=None, repr=False)
     _created: float = field(default_factory=time.monotonic, repr=False)
     tree: TokenTree = field(default_factory=TokenTree, repr=False)
     sampled_tokens: int = 0
@@ -139,6 +141,11 @@ class Session:
     def anthropic_base_url(self) -> str:
         """For Anthropic clients, which append ``/v1`` themselves."""
         return f"{self.gateway_url}/sessions/{self.api_key}"
+
+    @property
+    def done_url(self) -> str:
+        """For ``_rollout.notify_url``: where the agent tells that its result is written."""
+        return f"{self.gateway_url}/sessions/{self.api_key}/done"
 
 
 class SessionStore:
