@@ -126,7 +126,7 @@ def read(s3: Any, key: str) -> dict[str, Any]:
 def run_one(agent: Agent, s3: Any, payload: dict[str, Any], **config: Any) -> dict[str, Any]:
     sid = session()
     answer = agent.post({**payload, "_rollout": rollout(**config)}, sid)
-    assert answer == {"status": "processing", "s3_bucket": BUCKET, "result_key": f"exp/in/{sid}.json"}
+    assert answer == {"status": "processing", "s3_bucket": BUCKET, "result_key": f"exp/in/{sid}.json", "probes": True}
     agent.wait_healthy()
     return read(s3, answer["result_key"])
 

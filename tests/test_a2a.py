@@ -23,7 +23,7 @@ from a2a.types import CancelTaskRequest, Message, Role, SendMessageRequest, Stre
 
 from agentcore_rl_toolkit import RolloutClient
 from agentcore_rl_toolkit._aws import ServiceError
-from agentcore_rl_toolkit.errors import RolloutCancelled, RolloutRejected, SetupError
+from agentcore_rl_toolkit.errors import InvocationError, RolloutCancelled, RolloutRejected, SetupError
 from agentcore_rl_toolkit.local import LocalAgentCore
 
 PROGRAM = '''
@@ -60,6 +60,7 @@ def helper(payload, context):
         case "slow": return slow(payload)
         case "block": time.sleep(payload["seconds"])
         case "stream": return words()
+        case "die": os._exit(9)
         case "text": return "just text"
     return {"rewards": 1.0, "payload": {k: v for k, v in payload.items() if k != "_rollout"}, "s": context.session_id}
 
@@ -173,6 +174,19 @@ def test_a_repeated_invoke_runs_once(client: RolloutClient, local: LocalAgentCor
     assert second.result(timeout=30)["rewards"] == 1.0
     first.cancel()
     assert notes(local).count(f"ran {sid}") == 1
+
+
+def test_a_lost_agent_is_told_and_a_task_that_was_asked_about_can_be_cancelled(local: LocalAgentCore) -> None:
+    with RolloutClient(
+        local.agent_runtime_arn, local.bucket, "exp", tps_limit=None, transport="a2a", probe_interval=0.3
+    ) as client:
+        with pytest.raises(InvocationError, match="lost its rollout"):
+            client.invoke({"prompt": "die"}).result(timeout=60)
+        future = client.invoke({"prompt": "slow c"})
+        time.sleep(2.0)
+        assert not future.done()
+        assert future.cancel() is True
+    assert read(local, future.result_key)["outcome"] == "cancelled"
 
 
 def test_the_task_of_a_session_that_has_gone_is_forgotten(client: RolloutClient) -> None:

@@ -22,6 +22,7 @@ from ._secrets import Secrets, unwrap
 from .errors import Outcome
 from .protocol import (
     ADDRESS_FIELDS,
+    PROBE_FIELD,
     ROLLOUT_FIELD,
     ContractError,
     RolloutConfig,
@@ -157,13 +158,16 @@ class RolloutRunner:
         try:
             config = RolloutConfig.from_payload(payload) if isinstance(payload, Mapping) else None
             key = config.result_key(session_id) if config else ""
+            if config is not None and config.extra.get(PROBE_FIELD) is True:
+                runs = f"{config.s3_bucket}/{key}" in self._runs
+                return Begun({"status": "processing" if runs else "unknown"})
             if config is not None or calls.direct is calls.rollout:  # a plain entrypoint validates for itself
                 payload = calls.validate(payload)
         except ContractError as error:
             return self._reject(payload, context, session_id, str(error))
         if config is None:
             return Begun(unwrap(await calls.direct(payload, context), payload, context), direct=True)
-        answer = {"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key}
+        answer = {"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key, "probes": True}
         run = self._new(config, key, payload, context)
         # An invoke is retried by SDKs, proxies and trainers: the agent still runs once.
         if run.address not in self._known:

@@ -21,6 +21,7 @@ from .errors import ContractError, Outcome
 __all__ = [
     "ADDRESS_FIELDS",
     "MAX_PAYLOAD_BYTES",
+    "PROBE_FIELD",
     "ROLLOUT_FIELD",
     "ContractError",
     "Outcome",
@@ -39,6 +40,9 @@ __all__ = [
 
 ROLLOUT_FIELD = "_rollout"
 """The payload field that carries the :class:`RolloutConfig`."""
+
+PROBE_FIELD = "is_running"
+"""In ``_rollout``: true asks whether the rollout runs (status ``processing``) or not (``unknown``), and starts none."""
 
 MAX_KEY_PART = 256
 _MAX_KEY_BYTES = 1024

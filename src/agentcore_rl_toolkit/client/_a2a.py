@@ -42,7 +42,7 @@ class A2ARuntime(Runtime):
         answer = self._rpc(session_id, types.SendMessageRequest(id=str(uuid.uuid4()), params=params))
         task = _task(answer)
         try:
-            self._tasks[session_id] = task["id"]
+            self._tasks.setdefault(session_id, task["id"])  # what comes later asks about the first
             text: str = task["status"]["message"]["parts"][0]["text"]
         except (KeyError, IndexError, TypeError):
             return answer  # whoever reads it says that it is no answer to a rollout

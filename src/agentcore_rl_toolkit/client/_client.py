@@ -15,7 +15,7 @@ from .._arn import parse_arn
 from .._aws import Storage
 from .._redact import Redactor, find_secrets
 from ..errors import InvocationError, RolloutTimeout, SetupError
-from ..protocol import result_key
+from ..protocol import PROBE_FIELD, result_key
 from ._a2a import A2ARuntime, parse_card
 from ._batch import BatchResult, BatchSettings, Priority, close_batches
 from ._faults import Fault
@@ -24,7 +24,8 @@ from ._limits import Rates, shared_limiter
 from ._loop import run_async, run_sync, soon
 from ._notify import Listener
 from ._one import Order
-from ._request import check_session_id, encode, read_answer
+from ._probe import Probe
+from ._request import Accepted, check_session_id, encode, read_answer
 from ._runtime import Runtime
 from ._sessions import MOST_CALLS, Sessions, Start, pause
 from ._sweep import Pace, Sweeper, Watch
@@ -55,6 +56,8 @@ class RolloutClient:
     ``notify_address``: ``http://host:port`` at which agents reach this process (port 0: a free one). It listens there,
     and agents tell it at once when a result is written; without it, and wherever a hint is lost, results are found by
     looking.
+    ``probe_interval``: seconds, about, after which a running session is asked whether its agent still runs the rollout:
+    one that was killed leaves no result, and would otherwise be waited for until the timeout. None: never.
     ``transport``: ``"a2a"`` for an agent that serves A2A (``app.run_a2a()``); everything else stays the same. It needs
     the extra ``[a2a]``.
 
@@ -74,6 +77,7 @@ class RolloutClient:
         *,
         new_sessions_per_minute: float | None = 400,
         notify_address: str | None = None,
+        probe_interval: float | None = 300.0,
         transport: Literal["http", "a2a"] = "http",
         **extra_config: Any,
     ) -> None:
@@ -84,6 +88,9 @@ class RolloutClient:
         result_key(exp_id, "input", "session")  # says so now if exp_id can't be part of a key
         if max_pool_connections < 1:
             raise SetupError(f"max_pool_connections must be at least 1, it is {max_pool_connections!r}")
+        if probe_interval is not None and not probe_interval > 0:
+            raise SetupError(f"probe_interval must be above 0, or None for never; it is {probe_interval!r}")
+        self._probe_interval = probe_interval
         self._rates = Rates(tps_limit, new_sessions_per_minute)
         if transport not in _TRANSPORTS:
             raise SetupError(f"transport={transport!r}: one of {', '.join(map(repr, _TRANSPORTS))} is required")
@@ -210,11 +217,11 @@ class RolloutClient:
     async def _start(self, order: Order) -> RolloutFuture:
         """Have the payload accepted by its session; or find its result, where it may have run before."""
         check_session_id(order.session_id)
-        bucket, key = self.s3_bucket, result_key(self.exp_id, order.input_id, order.session_id)
+        accepted = Accepted(self.s3_bucket, result_key(self.exp_id, order.input_id, order.session_id))
         notify_url = await self._listener.url() if self._listener else None
         body = await self._reads.run(lambda: self._encode(order, notify_url))
         allowed = _START_TIMEOUT if order.timeout is None else order.timeout
-        sweeper, watch = self._watch(bucket, key, order.pace)
+        sweeper, watch = self._watch(accepted.bucket, accepted.key, order.pace)
         loop = asyncio.get_running_loop()
 
         def on_sent() -> None:
@@ -227,16 +234,16 @@ class RolloutClient:
         try:
             async with asyncio.timeout(None) as limit:
                 if not (order.look_first and await sweeper.look(watch)):
-                    bucket, key = await self._accepted(start, bucket, key)
+                    accepted = await self._accepted(start, accepted)
         except TimeoutError:
             watch.result.cancel()
             raise _not_started(start, allowed) from start.last
         except BaseException:
             watch.result.cancel()
             raise
-        if (bucket, key) != (self.s3_bucket, watch.key):  # the agent knows better
+        if (accepted.bucket, accepted.key) != (self.s3_bucket, watch.key):  # the agent knows better
             watch.result.cancel()
-            sweeper, watch = self._watch(bucket, key, order.pace)
+            sweeper, watch = self._watch(accepted.bucket, accepted.key, order.pace)
         watch.asleep = False
         start.body = b""  # it may be large, and nobody needs it any more
         future = RolloutFuture(
@@ -245,8 +252,9 @@ class RolloutClient:
             watch,
             session_id=order.session_id,
             input_id=order.input_id,
-            s3_bucket=bucket,
+            s3_bucket=accepted.bucket,
             started=start.sent or time.monotonic(),
+            probe=self._probe(order, sweeper, watch) if accepted.probes else None,
         )
         self._futures.add(future)
         return future
@@ -262,11 +270,19 @@ class RolloutClient:
         assert answer is not None
         return parse_card(answer)
 
-    async def _accepted(self, start: Start, bucket: str, key: str) -> tuple[str, str]:
-        """Start the session; where its result will be."""
+    def _probe(self, order: Order, sweeper: Sweeper, watch: Watch) -> Probe | None:
+        if self._probe_interval is None:
+            return None
+        config = {"exp_id": self.exp_id, "input_id": order.input_id, "s3_bucket": self.s3_bucket, PROBE_FIELD: True}
+        body = encode({}, config)
+        return Probe(self._sessions, sweeper, watch, order.session_id, body, self._probe_interval)
+
+    async def _accepted(self, start: Start, expected: Accepted) -> Accepted:
+        """Start the session."""
         answer = await self._sessions.start(start)
         try:
-            return (bucket, key) if answer is None else read_answer(answer, start.session_id, start.body, (bucket, key))
+            default = expected.bucket, expected.key
+            return expected if answer is None else read_answer(answer, start.session_id, start.body, default)
         except BaseException:
             await self._sessions.stop(start.session_id)
             raise

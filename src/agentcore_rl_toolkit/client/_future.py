@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import RolloutCancelled, RolloutTimeout
 from ._loop import run_async, run_sync, soon
+from ._probe import Probe
 from ._sessions import Sessions, to_the_end
 from ._sweep import Sweeper, Watch, settle
 
@@ -35,10 +36,11 @@ class RolloutFuture:
         input_id: str,
         s3_bucket: str,
         started: float,
+        probe: Probe | None = None,
     ) -> None:
         self.session_id, self.input_id = session_id, input_id
         self.s3_bucket, self.result_key = s3_bucket, watch.key
-        self._sessions, self._sweeper, self._watch = sessions, sweeper, watch
+        self._sessions, self._sweeper, self._watch, self._probe = sessions, sweeper, watch, probe
         self._accepted = time.monotonic()
         self._stopping: asyncio.Task[bool] | None = None
         self._result = watch.result
@@ -150,8 +152,12 @@ class RolloutFuture:
     async def _stop(self) -> bool:
         """Stop the session once; whoever asks again gets the same answer."""
         if self._stopping is None:
-            self._stopping = asyncio.create_task(self._sessions.stop(self.session_id))
+            self._stopping = asyncio.create_task(self._stop_session())
         return await to_the_end(self._stopping)
+
+    async def _stop_session(self) -> bool:
+        stopped = await self._sessions.stop(self.session_id)
+        return await self._probe.stopped(stopped) if self._probe else stopped
 
     def _was_cancelled(self) -> RolloutCancelled:
         return RolloutCancelled(f"session {self.session_id} was cancelled", session_id=self.session_id)

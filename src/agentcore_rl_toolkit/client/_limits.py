@@ -17,7 +17,7 @@ import weakref
 
 from ..errors import SetupError
 
-__all__ = ["FIRST", "Limiter", "Rates", "shared_limiter"]
+__all__ = ["FIRST", "LAST", "Limiter", "Rates", "shared_limiter"]
 
 _RECOVERY = 0.1  # of the halved rate, each second
 _HALVE_AT_MOST_EVERY = 1.0  # seconds: what was sent together is throttled together
@@ -25,6 +25,8 @@ _SLOWEST = 0.2  # of a call, each second
 
 FIRST = math.inf
 """The priority of stops, and of whatever has a session already: it makes room for others."""
+LAST = -math.inf
+"""Of what can wait until nobody else has anything to send."""
 
 
 class Bucket:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._redact import Redactor, find_secrets
 from ..errors import ContractError, RolloutRejected, SetupError
 from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps
 
-__all__ = ["check_session_id", "encode", "masked", "read_answer"]
+__all__ = ["Accepted", "check_session_id", "encode", "masked", "read_answer"]
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -49,8 +49,19 @@ def masked(text: str, body: bytes) -> str:
     return Redactor(secrets).text(text)
 
 
-def read_answer(answer: bytes, session_id: str, body: bytes, default: tuple[str, str]) -> tuple[str, str]:
-    """Where the result will be: bucket and key. ``body``: that of the request."""
+class Accepted(NamedTuple):
+    """Where the result will be, and whether the agent can say later if it still runs the rollout."""
+
+    bucket: str
+    key: str
+    probes: bool = False
+
+
+def read_answer(answer: bytes, session_id: str, body: bytes, default: tuple[str, str]) -> Accepted:
+    """What the session has accepted. ``body``: that of the request; ``default``: bucket and key, if it names none.
+
+    Raises ``RolloutRejected``; ``SetupError`` for what is no answer to a rollout.
+    """
     try:
         data = json.loads(answer)
         status = data.get("status")
@@ -59,7 +70,7 @@ def read_answer(answer: bytes, session_id: str, body: bytes, default: tuple[str,
     if status == "processing":
         bucket, key = data.get("s3_bucket") or default[0], data.get("result_key") or default[1]
         if isinstance(bucket, str) and isinstance(key, str):
-            return bucket, key
+            return Accepted(bucket, key, data.get("probes") is True)
     if status == "rejected":
         text = f"the agent rejected the payload: {data.get('error')}"
         raise RolloutRejected(masked(text, body), session_id=session_id)

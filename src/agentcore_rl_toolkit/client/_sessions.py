@@ -15,7 +15,7 @@ from typing import TypeVar
 from .._aws import ServiceError
 from ..errors import InvocationError, SetupError
 from ._faults import Fault, fault_of, setup_error
-from ._limits import FIRST, Limiter
+from ._limits import FIRST, LAST, Limiter
 from ._request import masked
 from ._runtime import Runtime
 from ._threads import Threads
@@ -29,8 +29,8 @@ Call = Callable[[str, bytes], bytes]
 """A request to a session, with a body; the body of the answer."""
 
 # An invoke takes as long as the session's start. This many may be on their way; AWS lets 400 sessions a minute start.
-_INVOKES, _STOPS = 256, 64
-MOST_CALLS = _INVOKES + _STOPS
+_INVOKES, _STOPS, _PROBES = 256, 64, 16
+MOST_CALLS = _INVOKES + _STOPS + _PROBES
 _STOP_TRIES = 6
 _CANCEL_SECONDS = 15.0
 _LAST_WORD = 10.0  # seconds for an invoke that can't be called back
@@ -74,6 +74,7 @@ class Sessions:
         # Neither a look for a result nor a stop may wait behind sessions that start slowly.
         self._invokes = Threads(max(_INVOKES, in_flight), "agentcore-rl-invoke")
         self._stops = Threads(_STOPS, "agentcore-rl-stop")
+        self._probes = Threads(_PROBES, "agentcore-rl-probe")  # an agent that blocks may take minutes to answer
         self._reached = False
         """Whether AgentCore has ever answered."""
         self._served = False
@@ -84,6 +85,7 @@ class Sessions:
     def close(self) -> None:
         self._invokes.close()
         self._stops.close()
+        self._probes.close()
 
     # -- the beginning of a session ------------------------------------------------------------------------
 
@@ -161,6 +163,21 @@ class Sessions:
         return InvocationError(
             f"invoke of session {start.session_id} failed: {error}{hint}", session_id=start.session_id
         )
+
+    # -- while it runs -------------------------------------------------------------------------------------
+
+    async def may_probe(self) -> None:
+        """Wait until a probe may be sent: behind everything else that wants to be."""
+        await self._limiter.turn(new_session=False, priority=LAST)
+
+    async def probe(self, session_id: str, body: bytes) -> bytes | None:
+        """InvokeAgentRuntime, once: the body of the answer; None for any error, which says nothing of the agent."""
+        try:
+            return await self._probes.run(functools.partial(self._runtime.invoke, session_id, body))
+        except Exception as error:  # noqa: BLE001 - it comes again
+            self._hold_back(self._fault(error), new_session=False, seconds=0.0)
+            logger.info("probe of session %s: %s", session_id, error)
+            return None
 
     # -- the end of a session ------------------------------------------------------------------------------
 

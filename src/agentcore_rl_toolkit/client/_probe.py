@@ -1,0 +1,79 @@
+"""Asking a session from time to time whether its agent still runs the rollout.
+
+An agent that is killed (no memory left, a crash) writes no result, and AgentCore tells nobody. But the next request to
+its session meets a new process, which does not know the rollout: so it is lost, and need not be waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+from ..errors import InvocationError
+from ._faults import Fault
+from ._sessions import Sessions
+from ._sweep import Sweeper, Watch, settle
+
+__all__ = ["Probe"]
+
+_LAST_WORD = 10.0  # seconds for a probe that can't be called back
+
+
+class Probe:
+    """Asks every ``interval`` seconds or so, until the watch is settled. ``body``: of the question."""
+
+    def __init__(
+        self, sessions: Sessions, sweeper: Sweeper, watch: Watch, session_id: str, body: bytes, interval: float
+    ) -> None:
+        self._sessions, self._sweeper, self._watch = sessions, sweeper, watch
+        self._session_id, self._body, self._interval = session_id, body, interval
+        self._asking: asyncio.Task[bytes | None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer = self._set()
+        watch.result.add_done_callback(self._end)
+
+    async def stopped(self, stopped: bool) -> bool:
+        """To be awaited once the session is stopped: a probe that was on its way may have started it anew.
+
+        Whether it is stopped now, if it was ``stopped``.
+        """
+        if self._asking is None or self._asking.done():
+            return stopped
+        await asyncio.wait([self._asking], timeout=_LAST_WORD)
+        return await self._sessions.stop(self._session_id)
+
+    def _set(self) -> asyncio.TimerHandle:
+        # Sessions that were started together are not asked together.
+        return asyncio.get_running_loop().call_later(self._interval * random.uniform(0.7, 1.3), self._begin)
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._ask())
+
+    def _end(self, _: object) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _ask(self) -> None:
+        await self._sessions.may_probe()
+        # By itself: once it is sent, whoever stops the session has to know how it ended.
+        self._asking = asyncio.create_task(self._sessions.probe(self._session_id, self._body))
+        lost = _status(await asyncio.shield(self._asking)) == "unknown"
+        # It may have ended just before it was asked.
+        if lost and not await self._sweeper.look(self._watch) and self._watch.fault in (Fault.GONE, Fault.FORBIDDEN):
+            text = (
+                f"session {self._session_id} has lost its rollout: the agent's process ended without a result, and its"
+                " log says why (no memory left? a crash?)"
+            )
+            settle(self._watch.result, InvocationError(text, session_id=self._session_id))
+        else:
+            self._timer = self._set()
+
+
+def _status(answer: bytes | None) -> Any:
+    try:
+        return json.loads(answer or b"").get("status")
+    except (ValueError, AttributeError):
+        return None

@@ -1,0 +1,130 @@
+"""Agents that die without a word, in a real runtime: the client asks whether they still run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentcore_rl_toolkit import Outcome, RolloutClient
+from agentcore_rl_toolkit.errors import InvocationError, SetupError
+from agentcore_rl_toolkit.local import Lifecycle, LocalAgentCore
+
+from .conftest import ARN, BUCKET, World
+
+AGENT = """
+import asyncio, os, time
+from agentcore_rl_toolkit import AgentCoreRLApp
+
+app = AgentCoreRLApp()
+
+def ran(payload):
+    with open(os.environ["RUNS"], "a") as file:
+        file.write(payload["name"] + "\\n")
+
+async def block(payload):
+    time.sleep(payload["seconds"])  # and with it the loop that answers invokes
+    return {"rewards": 1.0}
+
+@app.rollout_entrypoint
+def work(payload):
+    ran(payload)
+    if payload["do"] == "block":
+        return block(payload)
+    time.sleep(payload["seconds"])
+    if payload["do"] == "die":
+        os._exit(9)
+    return {"rewards": 1.0}
+
+app.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgentCore]:
+    folder = tmp_path_factory.mktemp("agent")
+    (folder / "rl_app.py").write_text(AGENT)
+    with (
+        LocalAgentCore(
+            "python rl_app.py", cwd=folder, env={"RUNS": str(folder / "runs")}, lifecycle=Lifecycle(stop_grace=1.0)
+        ) as local,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RUNS", str(folder / "runs"))
+        for name, value in local.environment().items():
+            patch.setenv(name, value)
+        yield local
+
+
+def client_of(local: LocalAgentCore, interval: float | None) -> RolloutClient:
+    arn = local.agent_runtime_arn
+    return RolloutClient(
+        arn, local.bucket, "probes", tps_limit=None, new_sessions_per_minute=None, probe_interval=interval
+    )
+
+
+def assert_no_session_is_left(local: LocalAgentCore) -> None:
+    deadline = time.monotonic() + 15
+    while local.sessions():
+        assert time.monotonic() < deadline, local.sessions()
+        time.sleep(0.05)
+
+
+def test_a_lost_agent_is_told_long_before_the_timeout_and_the_others_go_on(
+    local: LocalAgentCore, tmp_path: Path
+) -> None:
+    payloads = [
+        {"name": "lost", "do": "die", "seconds": 0.2},
+        {"name": "long", "do": "return", "seconds": 4.0},
+        {"name": "blocked", "do": "block", "seconds": 4.0},
+        {"name": "short", "do": "return", "seconds": 0.0},
+    ]
+
+    def run() -> list[Any]:
+        with client_of(local, 0.5) as client:
+            return list(client.run_batch(payloads, 4, timeout=120, ordered=True, run_dir=tmp_path))
+
+    began = time.monotonic()
+    lost, *others = run()
+    assert time.monotonic() - began < 30
+    assert (lost.outcome, lost.success, lost.attempts) == (Outcome.RUNTIME_FAILED, False, 1)
+    assert "lost its rollout" in lost.error
+    assert [item.outcome for item in others] == [Outcome.SUCCEEDED] * 3
+    runs = Path(os.environ["RUNS"])
+    assert sorted(runs.read_text().split()) == ["blocked", "long", "lost", "short"]  # asked many times, run once
+    assert_no_session_is_left(local)
+    again = run()  # a second attempt, for the lost one alone
+    assert [item.attempts for item in again] == [2, 1, 1, 1]
+    assert sorted(runs.read_text().split()) == ["blocked", "long", "lost", "lost", "short"]
+    assert_no_session_is_left(local)
+
+
+def test_a_probe_that_meets_the_end_of_its_session_starts_none_anew(local: LocalAgentCore) -> None:
+    payloads = [{"name": "many", "do": "return", "seconds": i % 7 / 10} for i in range(40)]
+    with client_of(local, 0.01) as client:
+        items = list(client.run_batch(payloads, 20, timeout=60))
+        assert [item.outcome for item in items] == [Outcome.SUCCEEDED] * 40
+        assert_no_session_is_left(local)
+
+
+def test_a_single_future_is_told_as_well(local: LocalAgentCore) -> None:
+    with client_of(local, 0.3) as client:
+        future = client.invoke({"name": "single", "do": "die", "seconds": 0.1})
+        with pytest.raises(InvocationError, match="lost its rollout"):
+            future.result(timeout=60)
+    assert_no_session_is_left(local)
+
+
+def test_agents_that_know_no_probe_are_not_asked(world: World) -> None:
+    items = list(world.client(probe_interval=0.05).run_batch([{"seconds": 1.0}] * 5, 5))
+    assert [item.success for item in items] == [True] * 5
+    assert world.stub.counts["invoke"] == 5
+
+
+def test_the_interval_is_checked() -> None:
+    with pytest.raises(SetupError, match="probe_interval"):
+        RolloutClient(ARN, BUCKET, "exp", probe_interval=0)
