@@ -61,7 +61,8 @@ class FakeServer:
         self.echo = ""
         """The text of the 403 with which every request is answered."""
         self.broken = 0
-        """500: every request fails, and the server is not healthy. 501: they fail, but it says it is."""
+        """500: every request fails, and the server is not healthy. 501: they fail, but it says it is. 400: it refuses
+        every request, and says that it is healthy."""
         self.updates: list[tuple[int, str]] = []
         """Weight updates in the middle of an answer: after how many tokens, to which version."""
         self.url = ""
@@ -112,6 +113,8 @@ class FakeServer:
         if self.busy:
             self.busy -= 1
             raise web.HTTPServiceUnavailable(text="overloaded", headers={"Retry-After": "0"})
+        if self.broken == 400:
+            raise web.HTTPBadRequest(text='{"error": {"message": "The model does not exist here"}}')
         if self.broken:
             raise web.HTTPInternalServerError(text='{"error": {"message": "EngineCore encountered an issue"}}')
         return dict(body)

@@ -126,6 +126,88 @@ async def test_a_request_that_a_healthy_server_fails_at_takes_no_replica_down():
         assert [replica.failures for replica in router.replicas] == [0, 0]
 
 
+@pytest.mark.parametrize("status", [400, 501])
+async def test_a_replica_that_alone_refuses_everything_rests_until_it_serves_again(status):
+    sick, well = FakeVllm(), FakeVllm()
+    returned = []
+
+    async def load(backend, version):
+        returned.append(backend.base_url)
+
+    async with replicas(sick, well, cooldown=0.2, max_refusals=3, on_return=load) as router:
+        home = router.replicas[0]
+        for i in range(4):
+            await router.generate(**request(f"s{i}"))
+            router._homes[f"s{i}"] = home
+        sick.broken = status
+        sick.requests.clear()
+        for i in range(2):
+            with pytest.raises(EngineError, match=f"answered {400 if status == 400 else 500}"):
+                await router.generate(**request(f"s{i}"))
+        assert home.failures == 0, "after two sessions"
+        for i in range(2, 4):
+            assert (await router.generate(**request(f"s{i}"))).output_ids == answer(PROMPT)[:6]
+        assert (len(sick.requests), home.failures) == (3, 1), "it rests from the third on"
+        await router.generate(**request("s0"))
+        assert len(sick.requests) == 3, "a session stayed at a replica that rests"
+
+        await asyncio.sleep(0.25)
+        await asyncio.gather(*(router.generate(**request(f"new-{i}")) for i in range(4)))
+        assert (len(sick.requests), home.failures) == (4, 2), "one turn tries it, and is answered elsewhere"
+        assert home.down_until - home.failed_at == pytest.approx(0.4)
+
+        sick.broken = 0
+        await asyncio.sleep(0.45)
+        await asyncio.gather(*(router.generate(**request(f"newer-{i}")) for i in range(4)))
+        assert (home.failures, home.refusals) == (0, 0)
+        assert returned == [sick.url] * 2
+
+
+async def test_requests_that_nobody_answers_rest_no_replica_however_many_they_are():
+    servers = [FakeVllm(), FakeVllm()]
+    async with replicas(*servers, max_refusals=3) as router:
+        for i in range(12):
+            with pytest.raises(EngineError, match="maximum context length"):
+                await router.generate(prompt_ids=[1] * 5000, sampling_params={"max_tokens": 2}, session_id=f"s{i % 2}")
+        assert [replica.failures for replica in router.replicas] == [0, 0]
+        assert sum(len(server.requests) for server in servers) < 2 * 12, "every one of them was sent twice"
+        homes = {name: router._homes[name] for name in ("s0", "s1")}
+        await asyncio.gather(*(router.generate(**request(name)) for name in homes))
+        assert {name: router._homes[name] for name in homes} == homes
+
+
+@pytest.mark.parametrize("fault", ["nan", "error_event"])
+async def test_a_replica_that_breaks_one_answer_after_the_other_off_rests(fault):
+    sick, well = FakeVllm(), FakeVllm()
+    async with replicas(sick, well, max_refusals=3, cooldown=30.0) as router:
+        home = router.replicas[0]
+        sick.faults = {fault}
+        for i in range(3):
+            router._homes[f"s{i}"] = home
+            assert home.failures == 0
+            with pytest.raises(EngineError):
+                await router.generate(**request(f"s{i}", 30))
+        assert (home.failures, len(well.requests)) == (1, 0), "an answer that had begun was sampled twice"
+        assert (await router.generate(**request("s0", 30))).output_ids == answer(PROMPT)[:30]
+
+
+async def test_the_last_replica_that_is_trusted_does_not_rest():
+    servers = [FakeVllm(), FakeVllm()]
+    async with replicas(*servers, max_refusals=2, cooldown=30.0) as router:
+        for server in servers:
+            server.broken = 501
+        for i in range(8):
+            with pytest.raises(EngineError, match="500"):
+                await router.generate(**request(f"s{i}"))
+        assert [replica.failures for replica in router.replicas] == [0, 0]
+        servers[1].broken = 0
+        router._homes["mine"] = router.replicas[1]
+        await router.generate(**request("mine"))
+        router._homes["mine"] = router.replicas[0]
+        await router.generate(**request("mine"))
+        assert [replica.failures for replica in router.replicas] == [1, 0]
+
+
 async def test_all_down_is_an_error_that_may_pass():
     servers = [FakeVllm(), FakeVllm()]
     async with replicas(*servers, cooldown=30.0) as router:

@@ -27,17 +27,28 @@ _ABORTED = 60.0
 @dataclass(slots=True, eq=False)
 class Replica:
     """One engine of a router. ``running``: turns it is sampling. ``failures``: how often it failed since its last good
-    turn. ``failed_at``, ``down_until``: when it failed last, and until when it rests (``time.monotonic()``; 0.0 = not).
-    ``error``: its last failure. ``returned``: False from a failure until ``revival`` has succeeded."""
+    turn. ``refusals``: turns in a row that failed at it as if no other replica could do better. ``failed_at``,
+    ``down_until``: when it failed last, and until when it rests (``time.monotonic()``; 0.0 = not). ``error``: its last
+    failure. ``returned``: False from a failure until ``revival`` has succeeded."""
 
     backend: SamplingBackend
     running: int = 0
     failures: int = 0
+    refusals: int = 0
     failed_at: float = 0.0
     down_until: float = 0.0
     error: str = ""
     returned: bool = True
     revival: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """What became of a turn that began at ``began`` and was then put to another replica to learn whose fault it was."""
+
+    replica: Replica
+    error: EngineError
+    began: float
 
 
 class ReplicaRouter(StreamingEngine):
@@ -47,6 +58,11 @@ class ReplicaRouter(StreamingEngine):
     turns. A replica that fails is left alone for ``cooldown`` seconds (doubled with every further failure, up to
     ``max_cooldown``); then, if it is healthy, one turn tries it. A turn whose engine fails before its first token goes
     to another replica, at most once to each; afterwards the failure is the turn's. Give the replicas ``retries=0``.
+
+    An error that no other replica could help (400, 500 of a healthy server, an answer of a wrong form) is the
+    request's fault. Only where ``max_refusals`` turns in a row ended so at one replica, and another one can be trusted,
+    that one is asked as well: if it answers, the replica was at fault and rests. So does a replica that breaks as many
+    answers off in this way.
 
     ``policy_version``: version of the weights. A replica that reports another one gets no turn. ``on_return``: awaited
     with a replica and the version before a replica that failed serves again; load the weights there, since a restarted
@@ -60,13 +76,16 @@ class ReplicaRouter(StreamingEngine):
         policy_version: int | None = None,
         cooldown: float = 2.0,
         max_cooldown: float = 60.0,
+        max_refusals: int = 5,
         on_return: OnReturn | None = None,
     ) -> None:
         if not backends:
             raise ValueError("backends: at least one engine is required")
+        if max_refusals < 1:
+            raise ValueError(f"max_refusals: 1 or more is required, got {max_refusals!r}")
         self.replicas = [Replica(backend) for backend in backends]
         self.on_return = on_return
-        self.cooldown, self.max_cooldown = cooldown, max_cooldown
+        self.cooldown, self.max_cooldown, self.max_refusals = cooldown, max_cooldown, max_refusals
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._gate = Gate()
         self.policy_version: int | None = None
@@ -101,26 +120,35 @@ class ReplicaRouter(StreamingEngine):
         turn = await self._gate.enter()
         try:
             tried: list[Replica] = []
+            refusal: _Refusal | None = None
+            replica = self._choose(session_id)
             while True:
-                replica = self._choose(session_id, tried)
                 tried.append(replica)
-                begun = False
+                begun, began = False, time.monotonic()
                 try:
                     async with aclosing(self._sample(replica, turn, request)) as chunks:
                         async for chunk in chunks:
+                            if refusal and not begun:
+                                self._refused_wrongly(refusal, session_id, replica)
                             begun = True
                             yield chunk
                     return
                 except EngineError as error:
-                    if begun or turn.aborted or error.retry_after is None or len(tried) == len(self.replicas):
+                    if refusal and not begun:
+                        raise refusal.error from None
+                    other = None if begun or turn.aborted else self._other(session_id, tried, error)
+                    if other is None:
                         raise
+                    if error.retry_after is None:
+                        refusal = _Refusal(replica, error, began)
+                    replica = other
                     logger.warning("turn goes to another replica: %s", error)
         finally:
             self._gate.leave(turn)
 
     async def _sample(self, replica: Replica, turn: Running, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:
         """A turn on one replica, which is judged by it."""
-        began = time.monotonic()
+        began, begun = time.monotonic(), False
         replica.running += 1
         try:
             if not replica.returned:
@@ -130,12 +158,20 @@ class ReplicaRouter(StreamingEngine):
                     self._check_version(chunk)
                     if began >= replica.failed_at:  # one from before the failure says nothing about what came after it
                         replica.failures, replica.down_until = 0, 0.0
+                    begun = True
                     yield chunk
+            if began >= replica.failed_at:
+                replica.refusals = 0
         except EngineError as error:
             if error.retry_after is None and getattr(error, "status", 0) >= 500 and not await _healthy(replica):
                 error.retry_after = RETRY_AFTER  # not this request's fault
-            if error.retry_after is not None and not turn.aborted:
-                self._failed(replica, error, began)
+            if error.retry_after is not None:
+                if not turn.aborted:
+                    self._failed(replica, error, began)
+            else:
+                replica.refusals += 1
+                if begun and self._trusted_instead_of([replica]):  # can't be asked elsewhere, but it was accepted here
+                    self._failed(replica, error, began)
             raise
         finally:
             replica.running -= 1
@@ -167,7 +203,7 @@ class ReplicaRouter(StreamingEngine):
 
     # -- choice ------------------------------------------------------------------------------------------
 
-    def _choose(self, session_id: str | None, tried: Sequence[Replica]) -> Replica:
+    def _choose(self, session_id: str | None, tried: Sequence[Replica] = ()) -> Replica:
         now = time.monotonic()
         left = [replica for replica in self.replicas if replica not in tried]
         up = [replica for replica in left if replica.down_until <= now]
@@ -181,12 +217,33 @@ class ReplicaRouter(StreamingEngine):
         assert chosen is not None
         if chosen.failures:  # this turn tries it; the others wait for the outcome
             chosen.down_until = now + self._rest(chosen)
+        self._settle(session_id, chosen)
+        return chosen
+
+    def _settle(self, session_id: str | None, replica: Replica) -> None:
         if session_id is not None:
-            self._homes[session_id] = chosen
+            self._homes[session_id] = replica
             self._homes.move_to_end(session_id)
             while len(self._homes) > _SESSIONS:
                 self._homes.popitem(last=False)
-        return chosen
+
+    def _other(self, session_id: str | None, tried: Sequence[Replica], error: EngineError) -> Replica | None:
+        """Where a turn goes that failed at the last one of ``tried``; None if it is to fail."""
+        if error.retry_after is None:
+            return self._trusted_instead_of(tried)
+        return self._choose(session_id, tried) if len(tried) < len(self.replicas) else None
+
+    def _trusted_instead_of(self, tried: Sequence[Replica]) -> Replica | None:
+        """Who may show that the last of ``tried``, not its requests, is at fault; None while there is no doubt."""
+        if tried[-1].refusals < self.max_refusals:
+            return None
+        trusted = [r for r in self.replicas if not r.failures and r.refusals < self.max_refusals and r not in tried]
+        return min(trusted, key=lambda r: r.running, default=None)
+
+    def _refused_wrongly(self, refusal: _Refusal, session_id: str | None, answered: Replica) -> None:
+        logger.warning("a replica rests, another one answers what it refuses: %s", refusal.error)
+        self._failed(refusal.replica, refusal.error, refusal.began)
+        self._settle(session_id, answered)
 
     def _failed(self, replica: Replica, error: EngineError, began: float) -> None:
         replica.error = str(error)
