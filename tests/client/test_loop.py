@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from agentcore_rl_toolkit import RolloutClient
 from agentcore_rl_toolkit.client._loop import _Job, run_sync
 from agentcore_rl_toolkit.client._sessions import pause
 from agentcore_rl_toolkit.client._threads import Threads
+
+from .conftest import World
 
 
 @pytest.fixture
@@ -91,3 +95,69 @@ def test_an_interrupt_before_the_start_leaves_nothing_behind(monkeypatch: pytest
 @pytest.mark.parametrize("attempt", [1, 10, 5_000])
 def test_a_pause_has_an_end_after_any_number_of_tries(attempt: int) -> None:
     assert 0.0 < pause(attempt, longest=2.0) <= 2.0
+
+
+# -- forks ---------------------------------------------------------------------------------------------------
+
+
+def in_child(work: Callable[[], object]) -> str:
+    """What ``work`` gives, or raises, in a forked child; "" if it hangs."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 5)  # instead of pytest's own
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            try:
+                told = str(work())
+            except BaseException as error:  # noqa: BLE001 - a copy of the tests may not go on
+                told = f"{type(error).__name__}: {error}"
+            os.write(writer, told.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+MADE_BEFORE = "SetupError: this RolloutClient was made before the process forked: make a new one in the child"
+
+
+async def invoke_async(client: RolloutClient) -> object:
+    return await (await client.invoke_async({})).result_async(5)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_client_from_before_a_fork_says_so_in_the_child_and_goes_on_in_the_parent(world: World, used: bool) -> None:
+    client = world.client()
+    future = client.invoke({"seconds": 0.5}) if used else None
+    assert in_child(lambda: client.invoke({})) == MADE_BEFORE
+    assert in_child(lambda: asyncio.run(invoke_async(client))) == MADE_BEFORE
+    assert in_child(lambda: list(client.run_batch([{}], 1))) == MADE_BEFORE
+    assert world.stub.runs == used
+    if future:
+        assert future.result(5)["rewards"] == 1.0
+    assert [item.success for item in client.run_batch([{}] * 3, 2)] == [True] * 3
+
+
+def test_a_new_client_works_in_a_forked_child_while_the_parents_waits(world: World) -> None:
+    before = world.client()
+    future = before.invoke({"seconds": 1.0})
+
+    def work() -> object:
+        with RolloutClient(before.agent_runtime_arn, before.s3_bucket, "child") as client:
+            rewards = client.invoke({}).result(4)["rewards"]
+            return rewards, [item.success for item in client.run_batch([{}] * 3, 2)]
+
+    assert in_child(work) == "(1.0, [True, True, True])"
+    assert future.result(5)["rewards"] == 1.0
+    assert world.stub.open == {}
+
+
+def test_threads_that_stayed_behind_are_asked_for_nothing() -> None:
+    threads = Threads(1, "test")
+    with threads._lock:  # as another thread may do when the process forks
+        assert in_child(threads.close) == "None"
+        assert in_child(lambda: threads.submit(int)) == MADE_BEFORE

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from ..errors import SetupError
 
 __all__ = ["Threads"]
 
@@ -20,16 +23,28 @@ class Threads:
     """At most ``most`` daemon threads, started as they are needed.
 
     Unlike those of ``concurrent.futures``, nothing joins them when the interpreter ends: a server that does not
-    answer keeps no process alive.
+    answer keeps no process alive. A forked child has none of them, and shares their connections with the parent: it
+    gets ``SetupError``.
     """
 
     def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
+        self._most, self._name, self._process = most, name, os.getpid()
         self._count = self._unfinished = 0
         self._jobs: _Jobs = queue.SimpleQueue()
         self._lock = threading.Lock()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that made them."""
+        return os.getpid() != self._process
+
+    def check(self) -> None:
+        """Raises ``SetupError`` in a forked child."""
+        if self.forked:
+            raise SetupError("this RolloutClient was made before the process forked: make a new one in the child")
+
     def submit(self, work: Callable[[], T]) -> Future[T]:
+        self.check()
         future: Future[T] = Future()
         with self._lock:
             self._jobs.put((future, work))
@@ -45,6 +60,8 @@ class Threads:
 
     def close(self) -> None:
         """Let the threads end when their work is done. Jobs that come later get new ones."""
+        if self.forked:  # somebody who is not here may hold the lock
+            return
         with self._lock:
             for _ in range(self._count):
                 self._jobs.put(None)
