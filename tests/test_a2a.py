@@ -312,6 +312,15 @@ async def test_a_rollout_is_a_task_that_ends_with_the_result(session: str, local
     assert events[-1].status_update.status.state == TaskState.TASK_STATE_COMPLETED
 
 
+async def test_a_rollout_whose_result_can_not_be_written_is_a_failed_task(session: str) -> None:
+    config = {"exp_id": "exp", "input_id": "task", "s3_bucket": "nowhere"}
+    text = json.dumps({"prompt": "hello", "_rollout": config})
+    message = new_message([new_text_part(text, "application/json")], role=Role.ROLE_USER)
+    status = [event async for event in talk(session, message, streaming=True)][-1].status_update.status
+    assert status.state == TaskState.TASK_STATE_FAILED
+    assert "bucket 'nowhere' does not exist" in get_message_text(status.message)
+
+
 async def test_a_task_can_be_cancelled_by_anybody(session: str, local: LocalAgentCore) -> None:
     message = new_text_message("slow c", role=Role.ROLE_USER)
     async with httpx.AsyncClient(timeout=30) as http:

@@ -117,7 +117,7 @@ class RolloutExecutor(AgentExecutor):
         run = self._running.get(task.id)
         if run is not None:
             self._runner.cancel(run)
-            await asyncio.wait([asyncio.wrap_future(run.ended)], timeout=_CANCEL_SECONDS)
+            await in_thread(lambda: run.ended.exception(_CANCEL_SECONDS))  # waits
         await task.end(TaskState.TASK_STATE_CANCELED)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ._aws import Storage
 
-__all__ = ["ResultStore"]
+__all__ = ["ResultLost", "ResultStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,10 @@ _CREDENTIALS = frozenset(
 )
 
 
+class ResultLost(Exception):
+    """There will never be a result; the message says why."""
+
+
 class ResultStore:
     """Writes result objects to S3. Blocking: call it from threads, as many as you like."""
 
@@ -49,7 +53,10 @@ class ResultStore:
         self._looks, self._puts = threading.BoundedSemaphore(_LOOKS), threading.BoundedSemaphore(_PUTS)
 
     def may_run(self, bucket: str, key: str) -> bool:
-        """Whether a rollout with this result key should run: False if its result exists or can't ever be written."""
+        """Whether a rollout with this result key should run: False if its result exists.
+
+        Raises ``ResultLost`` if it could never be written.
+        """
         deadline, tries = time.monotonic() + _LOOK_SECONDS, 0
         while True:
             storage = None
@@ -57,12 +64,9 @@ class ResultStore:
                 storage = self._connected()
                 with self._looks:
                     exists = storage.exists(bucket, key)
-            except Exception as error:  # noqa: BLE001 - e.g. no permission to read: writing may still work
+            except Exception as error:
                 if _patience(error) == 0.0:
-                    logger.error(
-                        "rollout %s: not run, its result could not be written: %s", key, _advice(error, bucket)
-                    )
-                    return False
+                    raise ResultLost(f"not run, its result could not be written: {_advice(error, bucket)}") from error
                 if _refused(error):
                     return True
                 self._renew(storage, error)
@@ -76,11 +80,11 @@ class ResultStore:
                 logger.info("rollout %s: its result exists already; not run again", key)
             return not exists
 
-    def write(self, bucket: str, key: str, body: bytes) -> bool:
-        """Write ``body`` unless the key exists, and try until it is there; True if a result is there now.
+    def write(self, bucket: str, key: str, body: bytes) -> None:
+        """Write ``body`` unless the key exists, and try until it is there.
 
-        False after an hour, or sooner where no try can help (no such bucket, permission refused for a minute); the
-        reason is logged.
+        Raises ``ResultLost`` after an hour, or sooner where no try can help (no such bucket, permission refused for a
+        minute).
         """
         began, tries = time.monotonic(), 0
         while True:
@@ -89,23 +93,22 @@ class ResultStore:
                 storage = self._connected()
                 with self._puts:
                     storage.put(bucket, key, body, "application/json")
-            except Exception as error:  # noqa: BLE001 - reported with what to do
+            except Exception as error:
                 # Also the answer to a retry of a write whose own answer was lost.
                 if getattr(error, "status", None) == 412:
                     logger.info("rollout %s: a result was written already; it stays", key)
-                    return True
+                    return
                 self._renew(storage, error)
                 tries += 1
                 advice = _advice(error, bucket)
                 if time.monotonic() - began > _patience(error):
-                    logger.error("rollout %s: result lost, s3://%s/%s: %s", key, bucket, key, advice)
-                    return False
+                    raise ResultLost(f"result lost, s3://{bucket}/{key}: {advice}") from error
                 level = logging.WARNING if tries == 3 else logging.INFO
                 logger.log(level, "rollout %s: write %d failed, trying on: %s", key, tries, advice)
                 time.sleep(_delay(tries))
                 continue
             logger.info("rollout %s: result written (%d bytes)", key, len(body))
-            return True
+            return
 
     def _connected(self) -> Storage:
         with self._lock:

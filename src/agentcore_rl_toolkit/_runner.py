@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._handler import Did, daemon, describe, in_thread
 from ._redact import Redactor
-from ._results import ResultStore
+from ._results import ResultLost, ResultStore
 from ._secrets import Secrets, unwrap
 from .errors import Outcome
 from .protocol import (
@@ -70,7 +70,7 @@ class Run:
     stored: Any = None
     """The payload as it goes into the result, None if it does not."""
     ended: Future[dict[str, Any] | None] = field(default_factory=Future)
-    """The result object once it is written; None if it was there before, or could not be written."""
+    """The result object once it is written, or ``ResultLost``; None if it was there before."""
     ping: int = 0
     task: asyncio.Task[None] | None = None
     _claim: threading.Lock = field(default_factory=threading.Lock)
@@ -212,23 +212,26 @@ class RolloutRunner:
 
     def _settle(self, run: Run, make_result: Callable[[], dict[str, Any]] | None) -> None:
         """Write the result, if there is one to write; then the rollout has ended. For whoever has claimed it."""
-        result = None
+        result, lost = None, None
         try:
             if make_result is not None:
                 result = self._write(run, make_result())
-        except Exception:
+        except ResultLost as error:
+            logger.error("rollout %s: %s", run.key, error)
+            lost = error
+        except Exception as error:
             logger.exception("rollout %s: its result could not be written", run.key)
+            lost = ResultLost(describe(error))
         finally:
             self._runs.pop(run.address, None)
             self._app.complete_async_task(run.ping)
-            run.ended.set_result(result)
+            run.ended.set_exception(lost) if lost else run.ended.set_result(result)
 
-    def _write(self, run: Run, result: dict[str, Any]) -> dict[str, Any] | None:
+    def _write(self, run: Run, result: dict[str, Any]) -> dict[str, Any]:
         if result["status_code"] != 200 and "traceback" in result:
             logger.error("rollout %s failed: %s\n%s", run.key, result["stop_reason"], result["traceback"])
         result, body = run.body(result)
-        if not self._store.write(run.config.s3_bucket, run.key, body):
-            return None
+        self._store.write(run.config.s3_bucket, run.key, body)
         if run.config.notify_url:
             _notify(run.config.notify_url, run.config.s3_bucket, run.key, run.secrets.everything)
         return result
@@ -279,7 +282,7 @@ class RolloutRunner:
             reason = "aborted: the agent's process was stopped before the rollout ended"
             self._settle(run, functools.partial(run.error, reason, outcome=Outcome.RUNTIME_FAILED))
         else:
-            run.ended.result(_SHUTDOWN_SECONDS)
+            run.ended.exception(_SHUTDOWN_SECONDS)  # waits
 
 
 # -- small helpers -------------------------------------------------------------------------------------------
