@@ -52,6 +52,7 @@ def agent(payload):
         case "environment": raise RuntimeError(str(dict(os.environ)))
         case "leak": return {"text": f"{payload['api_key']} {os.environ['SOME_SECRET']}", "hub_token": "hf_abcdefgh"}
         case "raise": raise RuntimeError(f"with {payload['api_key']} and AKIAIOSFODNN7EXAMPLE")
+        case "shorten": Step(n=payload["api_key"])
         case "stream": return quoting(payload["api_key"])
         case "async stream": return quoting_async(payload["api_key"])
         case "generator": return (i for i in range(3))
@@ -200,6 +201,15 @@ def test_secrets_stay_out_of_errors_tracebacks_and_logs(s3: FaultyS3, agent: Age
     assert "PATH" in everything
     for secret in (KEY, SECRET, "AKIAIOSFODNN7EXAMPLE", "aws/0123456789+secret"):
         assert secret not in everything
+
+
+def test_what_pydantic_shows_of_a_long_secret_stays_out_too(s3: FaultyS3, agent: Agent) -> None:
+    key = KEY + "abcdefghijklmnopqrstuvwxyz" + KEY[::-1]
+    result = run_one(agent, s3.client, {"prompt": "shorten", "api_key": key})
+    assert "input_value='***...***'" in result["stop_reason"]
+    assert "input_value='***...***'" in result["traceback"]
+    everything = json.dumps(result) + agent.log()
+    assert not [key[i : i + 8] for i in range(len(key) - 7) if key[i : i + 8] in everything]
 
 
 def test_the_session_id_may_be_the_key(s3: FaultyS3, agent: Agent) -> None:

@@ -7,8 +7,11 @@ import datetime as dt
 import enum
 import json
 import math
+import reprlib
+import textwrap
 import uuid
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pydantic
@@ -308,6 +311,68 @@ def test_a_known_secret_never_comes_through(secret: str, before: str, after: str
     assert not [m for m in masked if secret in m.replace("***", " ")]
     assert fields["password"] == "***"
     assert json.dumps(secret)[1:-1] not in redactor.text(json.dumps({"x": text})).replace("***", " ")
+
+
+def parts(secret: str) -> set[str]:
+    return {secret[i : i + 8] for i in range(len(secret) - 7)}
+
+
+# Without dots: one before an ellipsis is taken for a part of it.
+long_secrets = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=".…*"), min_size=16, max_size=90)
+long_secrets |= st.text("ab", min_size=16, max_size=90) | st.text("abc'\"\\é%/", min_size=16, max_size=90)
+long_secrets = long_secrets.filter(lambda s: s.strip() == s)
+
+
+@given(
+    long_secrets, unicode_text, st.integers(0, 90), st.integers(0, 90), st.sampled_from(["...", "…", " [...]", "....."])
+)
+def test_a_shortened_secret_never_comes_through(secret: str, other: str, head: int, tail: int, ellipsis: str) -> None:
+    assume(not [part for part in parts(secret) if part in repr(other)])
+    short = reprlib.Repr()
+    short.maxstring = head + tail
+    start, end = secret[:head], secret[max(0, len(secret) - tail) :]
+    texts = [short.repr(secret), f"{start}{ellipsis}{end}", f"{start!r}{ellipsis}{end!r}", f"{ellipsis}{end}{ellipsis}"]
+    texts += [json.dumps(texts[1]), f"?key={quote(start, '')}{ellipsis}{quote(end, '')}"]
+    for value in secret, [secret], {"api_key": secret}, {other: secret, "x": other}:
+        with pytest.raises(pydantic.ValidationError) as caught:
+            pydantic.TypeAdapter(None).validate_python(value)
+        texts.append(str(caught.value))
+    redactor = Redactor(["another-long-secret", secret])
+    for text in texts:
+        for masked in redactor.text(text), redactor.values(text):
+            assert not [part for part in parts(secret) if part in masked.replace("***", "\0")], (text, masked)
+
+
+@given(st.lists(long_secrets, max_size=4), st.lists(unicode_text | st.sampled_from(["...", "…", " [...] ", "." * 9])))
+def test_a_text_without_secrets_stays_as_it_is(secrets: list[str], words: list[str]) -> None:
+    text = "".join(words)
+    assume(not [part for secret in secrets for part in parts(secret) if part in text])
+    assume(Redactor().text(text) == text)
+    assert Redactor(secrets).text(text) == text
+
+
+LONG = "sk-live-abcdefghijkl.mnopqrstuvwxyz"
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        (textwrap.shorten(f"with {LONG}", 20), "with *** [...]"),
+        (f"'{LONG[:20]}...{LONG[-12:]}'", "'***...***'"),
+        (f"{LONG[:21]}...", "***...."),
+        (f"{LONG}...{LONG}", "***...***"),
+        (f"...{LONG[-9:]}...{LONG[:9]}...", "...***...***..."),
+        (f"{LONG[:7]}...{LONG[-7:]}", "sk-live...tuvwxyz"),
+        (f"{LONG[:12]} and more ...", "sk-live-abcd and more ..."),
+        (f"{LONG[1:12]}...", "k-live-abcd..."),
+        ("sk-lives-...", "sk-lives-..."),
+        ("fifteen-long...", "fifteen-long..."),
+        ("api-keys...", "api-keys..."),
+        ("sk-api-key-1-of...", "***..."),
+    ],
+)
+def test_the_parts_of_a_long_secret_are_masked_beside_an_ellipsis(text: str, masked: str) -> None:
+    assert Redactor([LONG, "api-key-1", "fifteen-longish", "sk-api-key-1-of-2"]).text(text) == masked
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,12 @@ _IN_URL = re.compile(
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{4,}", re.IGNORECASE)
 _AWS_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b")
 
+# pydantic, reprlib and many a log line shorten what they quote: 'sk-live-abcd...wxyz', 'sk-live-ab'..., sk-live- [...]
+_ELLIPSES = "...", "…", "\\u2026"
+_ELLIPSIS = re.compile(r"\.\.\.+|…|\\u2026")
+_MIN_SHORTENED, _MIN_PART = 16, 8  # characters: of a secret whose parts are masked too, and of such a part
+_GAP = 3  # characters between a part and the ellipsis at most: a quote, a space, a bracket
+
 
 def is_secret_name(name: str) -> bool:
     """Whether a field of this name is taken to hold a secret (``api_key``, ``Authorization``, ``db-password``)."""
@@ -83,29 +89,29 @@ def environment_secrets() -> Iterator[str]:
 class Redactor:
     """Masks the given secret values, and whatever looks like a secret in a URL or an Authorization header.
 
-    Values shorter than 4 characters and placeholders such as ``EMPTY`` are not masked by value.
+    Values shorter than 4 characters and placeholders such as ``EMPTY`` are not masked by value. Of values of 16 and
+    more, a beginning of at least 8 before an ellipsis, and an end of at least 8 after one, are masked as well.
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         known = {s.strip() for s in secrets}
         known |= {s.partition(" ")[2].strip() for s in known if s.lower().startswith(("bearer ", "basic "))}
         known = {s for s in known if len(s) >= _MIN_LENGTH and s.lower() not in _PLACEHOLDERS}
-        # A secret may show up as it is, percent-encoded, or escaped by JSON or repr().
-        forms = {form for s in known for form in (s, _quote(s), json.dumps(s)[1:-1], repr(s)[1:-1])}
-        longest_first = sorted(forms, key=lambda s: (-len(s), s))
-        self._known = re.compile("|".join(map(re.escape, longest_first))) if forms else None
+        longest_first = sorted({form for s in known for form in _forms(s)}, key=lambda s: (-len(s), s))
+        self._known = re.compile("|".join(map(re.escape, longest_first))) if known else None
+        self._shortened = {form for s in known if len(s) >= _MIN_SHORTENED for form in _forms(s)}
+        self._all_shortened = "\0".join(self._shortened)
 
     def text(self, text: str) -> str:
         """``text`` with every secret replaced by ``***``."""
-        if self._known is not None:
-            text = self._known.sub(MASK, text)
+        text = self._without_known(text)
         text = _AWS_KEY_ID.sub(MASK, _IN_URL.sub(rf"\1{MASK}", text))
         return _BEARER.sub(rf"\1 {MASK}", text)
 
     def values(self, value: Any) -> Any:
         """A JSON-like value that must stay as it is, but for known secrets and strings under certain names."""
         if isinstance(value, str):
-            return self._known.sub(MASK, value) if self._known is not None else value
+            return self._without_known(value)
         if isinstance(value, Mapping):
             return {
                 self.values(name): MASK if _is_certain_secret(name, item) else self.values(item)
@@ -128,9 +134,59 @@ class Redactor:
             return [self.fields(item) for item in value]
         return value
 
+    def _without_known(self, text: str) -> str:
+        if self._known is None:
+            return text
+        if any(ellipsis in text for ellipsis in _ELLIPSES):
+            text = self._without_parts(text)  # first: a shorter secret inside a part would break it up
+        return self._known.sub(MASK, text)
+
+    def _without_parts(self, text: str) -> str:
+        pieces, done = [], 0
+        for start, end in sorted(self._parts(text)):
+            if start >= done:
+                pieces += [text[done:start], MASK]
+            done = max(done, end)
+        return "".join([*pieces, text[done:]])
+
+    def _parts(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where parts of shortened secrets begin and end."""
+        for ellipsis in _ELLIPSIS.finditer(text):
+            for gap in range(_GAP + 1):
+                end, start = ellipsis.start() - gap, ellipsis.end() + gap
+                # One search through all secrets at once, since what is beside an ellipsis is hardly ever a secret's.
+                if end >= _MIN_PART and text[end - _MIN_PART : end] in self._all_shortened:
+                    yield from ((at, end) for s in self._shortened if (at := _find_head(text, end, s)) >= 0)
+                if text[start : start + _MIN_PART] in self._all_shortened:
+                    yield from ((start, at) for s in self._shortened if (at := _find_tail(text, start, s)) >= 0)
+
 
 def _is_certain_secret(name: object, value: object) -> bool:
     return isinstance(value, str) and len(value) >= _MIN_CERTAIN and is_certain_name(str(name))
+
+
+def _forms(secret: str) -> set[str]:
+    """How a secret may show up: as it is, percent-encoded, escaped by JSON, or by repr() in either kind of quotes."""
+    single_quoted = repr('"' + secret)[2:-1]
+    return {secret, _quote(secret), json.dumps(secret)[1:-1], single_quoted, single_quoted.replace("\\'", "'")}
+
+
+def _find_head(text: str, end: int, secret: str) -> int:
+    """Where the longest beginning of ``secret`` that ends at ``end`` begins; -1 if there is none."""
+    head = secret[:_MIN_PART]
+    at = text.find(head, max(0, end - len(secret)), end)
+    while at >= 0 and not secret.startswith(text[at:end]):
+        at = text.find(head, at + 1, end)
+    return at
+
+
+def _find_tail(text: str, start: int, secret: str) -> int:
+    """Where the longest end of ``secret`` that begins at ``start`` ends; -1 if there is none."""
+    tail = secret[-_MIN_PART:]
+    at = text.rfind(tail, start, start + len(secret))
+    while at >= 0 and not secret.endswith(text[start : at + _MIN_PART]):
+        at = text.rfind(tail, start, at + _MIN_PART - 1)
+    return at + _MIN_PART if at >= 0 else -1
 
 
 def _quote(text: str) -> str:
