@@ -127,7 +127,6 @@ class _Exchange:
         self._gateway, self._wire, self._session = gateway, wire, session
         self._request, self._http = request, http
         self._id, self._created = wire.id_prefix + random_hex(24), int(time.time())
-        self._retry = _is_retry(session, http)
         self._prompt_tokens = 0
 
     async def whole(self) -> web.StreamResponse:
@@ -183,7 +182,13 @@ class _Exchange:
 
     async def _turns(self, books: list[CallIdBook], send: OnDeltas | None = None) -> list[Turn]:
         return await self._gateway.take_turns(
-            self._session, self._request, books, retry=self._retry, on_prompt=self._on_prompt, on_deltas=send
+            self._session,
+            self._request,
+            books,
+            retry=_is_retry(self._http),
+            idempotency_key=self._http.headers.get("Idempotency-Key") or None,
+            on_prompt=self._on_prompt,
+            on_deltas=send,
         )
 
     def _on_prompt(self, tokens: int) -> None:
@@ -368,11 +373,10 @@ def _session(gateway: RolloutGateway, http: web.Request) -> Session:
             raise max(error, also, key=lambda e: e.status) from None  # "has ended" says more than "unknown"
 
 
-def _is_retry(session: Session, http: web.Request) -> bool:
+def _is_retry(http: web.Request) -> bool:
     """Whether the client says that it sent this request before."""
-    count, key = http.headers.get(_RETRY_HEADER, "0"), http.headers.get("Idempotency-Key")
-    again = key is not None and session.came_before(key)
-    return again or (count.isdecimal() and int(count[:9]) >= 1)
+    count = http.headers.get(_RETRY_HEADER, "0")
+    return count.isdecimal() and int(count[:9]) >= 1
 
 
 async def _body(session: Session, http: web.Request, wire: Wire) -> dict[str, Any]:

@@ -161,29 +161,29 @@ class RolloutGateway:
         call_ids: Sequence[CallIdBook],
         *,
         retry: bool = False,
+        idempotency_key: str | None = None,
         on_prompt: Callable[[int], None] | None = None,
         on_deltas: OnDeltas | None = None,
     ) -> list[Turn]:
         """Sample the answer to a request, or its ``n`` answers side by side, and keep them as prepared turns; the
         caller says when they are delivered. If one fails, none will be.
 
-        ``call_ids``: one for each answer. ``retry``: the client says it sent this request before; it gets the earlier
-        answers if they are there. ``on_prompt``: told the prompt's length in tokens. ``on_deltas``: called with what is
-        new of which answer while it is sampled. Cancelling aborts the engine and leaves no trace. Raises
-        ``GatewayError``.
+        ``call_ids``: one for each answer. ``retry``: the client says it sent this request before; it gets the latest
+        answers to an equal one, if there are any. ``idempotency_key``: an equal request that had the same key gives its
+        own answers instead; this one is sampled if that came to nothing. ``on_prompt``: told the prompt's length in
+        tokens. ``on_deltas``: called with what is new of which answer while it is sampled. Cancelling aborts the engine
+        and leaves no trace. Raises ``GatewayError``.
         """
         prompt = await self._prompts.make(session.tree, request)
-        if retry and (earlier := await _earlier_answers(session, prompt)):
-            if on_prompt:
-                on_prompt(len(earlier[0].tokens()) - earlier[0].sampled_tokens)
-            if on_deltas:
-                for choice, turn in enumerate(earlier):
-                    await on_deltas(replay(turn), choice)
+        if earlier := await _earlier_answers(session, prompt, retry, idempotency_key):
+            session.expect(idempotency_key, prompt.place.key, request.n).set_result(earlier)
+            await _tell_again(earlier, on_prompt, on_deltas)
             return earlier
         if on_prompt:
             prompt.tell_length(on_prompt)
         _check_budget(session, request.n)
         session.sampling += request.n
+        answers = session.expect(idempotency_key, prompt.place.key, request.n)
         cut: Status | None = Status.ABORTED
         try:
             if request.n == 1:
@@ -191,11 +191,13 @@ class RolloutGateway:
             else:
                 turns = await self._take_several(session, prompt, call_ids, on_deltas)
             cut = None
+            answers.set_result(turns)
             return turns
         except GatewayError as error:
             cut = Status.FAILED if error.status >= 500 else None
             raise
         finally:
+            answers.cancel()  # no effect once it has a result
             session.sampling -= request.n
             if prompt.parent is not None:
                 prompt.parent.cut = cut
@@ -254,9 +256,15 @@ class RolloutGateway:
 # -- helpers -----------------------------------------------------------------------------------------------
 
 
-async def _earlier_answers(session: Session, prompt: Prompt) -> list[Turn]:
+async def _earlier_answers(session: Session, prompt: Prompt, retry: bool, idempotency_key: str | None) -> list[Turn]:
     """What this very request was answered before, or is being answered; empty where it was not."""
     n = prompt.request.n
+    while idempotency_key is not None and (same := session.keyed.get((idempotency_key, prompt.place.key, n))):
+        if same.done():
+            return [] if same.cancelled() else same.result()
+        await asyncio.wait([same])
+    if not retry:
+        return []
     if n == 1 and (running := session.in_flight.get(prompt.place.key)):
         await asyncio.wait([running])
         if not running.cancelled() and running.exception() is None:
@@ -264,6 +272,16 @@ async def _earlier_answers(session: Session, prompt: Prompt) -> list[Turn]:
     found = session.tree.siblings(prompt.place.key, prompt.parent)
     found = [turn for turn in found if (turn.choice is None) == (n == 1)]
     return sorted(found[-n:], key=lambda turn: turn.choice or 0) if len(found) >= n else []
+
+
+async def _tell_again(
+    turns: Sequence[Turn], on_prompt: Callable[[int], None] | None, on_deltas: OnDeltas | None
+) -> None:
+    if on_prompt:
+        on_prompt(len(turns[0].tokens()) - turns[0].sampled_tokens)
+    if on_deltas:
+        for choice, turn in enumerate(turns):
+            await on_deltas(replay(turn), choice)
 
 
 async def _drain(session: Session, wait: float) -> None:

@@ -64,8 +64,9 @@ class Session:
     """What the log already warns of: request fields without effect, inexact logprobs."""
     responses: OrderedDict[str, list[Any]] = field(default_factory=OrderedDict, repr=False)
     """The last answers that a request may name as its beginning: answer id -> all items up to and including it."""
-    idempotency_keys: dict[str, None] = field(default_factory=dict, repr=False)
-    """The last that requests came with, oldest first."""
+    keyed: dict[tuple[str, bytes, int], asyncio.Future[list[Turn]]] = field(default_factory=dict, repr=False)
+    """Answers to the last requests with an idempotency key, oldest first, by that key, the prompt's and their number;
+    cancelled where a request came to nothing."""
 
     @asynccontextmanager
     async def time_left(self) -> AsyncIterator[None]:
@@ -82,13 +83,15 @@ class Session:
                 400, f"the session's time ({self.deadline:g} s) is used up", kind="deadline_exceeded"
             ) from None
 
-    def came_before(self, idempotency_key: str) -> bool:
-        """Whether a request had this key already; from now on one has."""
-        seen = idempotency_key in self.idempotency_keys
-        self.idempotency_keys[idempotency_key] = None
-        if len(self.idempotency_keys) > _KEYS:
-            del self.idempotency_keys[next(iter(self.idempotency_keys))]
-        return seen
+    def expect(self, idempotency_key: str | None, prompt_key: bytes, n: int) -> asyncio.Future[list[Turn]]:
+        """Where a request is to put its answers, for a retry that comes with the same idempotency key."""
+        answers: asyncio.Future[list[Turn]] = asyncio.get_running_loop().create_future()
+        if idempotency_key is not None:
+            self.keyed.pop((idempotency_key, prompt_key, n), None)
+            self.keyed[idempotency_key, prompt_key, n] = answers
+            if len(self.keyed) > _KEYS:
+                del self.keyed[next(iter(self.keyed))]
+        return answers
 
     def __post_init__(self) -> None:
         for name, least in (
