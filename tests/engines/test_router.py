@@ -371,7 +371,8 @@ async def test_an_update_from_another_threads_loop():
                 await asyncio.sleep(0.05)
 
         updating = asyncio.create_task(asyncio.to_thread(asyncio.run, update()))
-        await asyncio.sleep(0.01)
+        while not router._gate.closed:  # noqa: ASYNC110 - another thread closes it
+            await asyncio.sleep(0.001)
         late = await router.generate(**request("late"))
         await updating
         assert late.policy_version == 2
