@@ -23,6 +23,7 @@ from agentcore_rl_toolkit.cli import main
 from agentcore_rl_toolkit.errors import MissingExtraError, SetupError
 from agentcore_rl_toolkit.local import demo as demo_module
 from agentcore_rl_toolkit.local.report import reward_svg
+from processes import assert_nothing_is_left, marked
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -61,22 +62,6 @@ class Demo:
             return [json.loads(line) for line in (self.out / "rollouts.jsonl").read_text().splitlines(keepends=True)]
         return []
 
-    def processes(self) -> list[int]:
-        """All that still run and were started by it, however indirectly, itself included."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z" and self.mark.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-        return found
-
-    def assert_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 8
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.processes() == []
-
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[Demo]:
@@ -111,7 +96,7 @@ def test_it_runs_and_leaves_what_it_says(demo):
     assert lines[-1] == f"{demo.out}: rollouts.jsonl, reward.svg"
     curve = ET.parse(demo.out / "reward.svg").getroot()
     assert len(curve.findall(f"{SVG}circle")) == 2
-    demo.assert_nothing_is_left()
+    assert_nothing_is_left(demo.mark)
 
 
 @pytest.mark.slow
@@ -130,7 +115,7 @@ def test_on_a_terminal_it_draws_a_table_and_gives_the_cursor_back(demo):
     assert "failures" in text
     assert re.search(r"\d/24", text)  # drawn while it ran
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-    demo.assert_nothing_is_left()
+    assert_nothing_is_left(demo.mark)
 
 
 def test_ctrl_c_ends_it_in_order(demo):
@@ -143,17 +128,17 @@ def test_ctrl_c_ends_it_in_order(demo):
     assert "interrupted" in output
     assert f"{demo.out}: rollouts.jsonl" in output
     assert all(r["outcome"] == "succeeded" for r in demo.rollouts())
-    demo.assert_nothing_is_left()
+    assert_nothing_is_left(demo.mark)
 
 
 def test_kill_leaves_no_process_and_a_readable_directory(demo):
     demo.start("--steps", "50", "--samples", "1", "--plain")
     demo.wait_for_rollouts(7)  # of six a step
-    while len(demo.processes()) < 3:  # between two steps there is no agent: the demo and its supervisor only
+    while len(marked(demo.mark)) < 3:  # between two steps there is no agent: the demo and its supervisor only
         assert demo.process.poll() is None, demo.wait()
     demo.process.kill()
     demo.wait()
-    demo.assert_nothing_is_left()
+    assert_nothing_is_left(demo.mark)
     assert len(demo.rollouts()) > 6
     ET.parse(demo.out / "reward.svg")
 
@@ -172,7 +157,7 @@ def test_signals_at_random_moments_leave_no_process(tmp_path, number):
         # Before the handlers are there, Python is still importing: it ends as any program does.
         assert demo.process.returncode in (128 + number, -number), output
         demo.rollouts()  # every line is complete
-        demo.assert_nothing_is_left()
+        assert_nothing_is_left(demo.mark)
 
 
 @pytest.mark.slow
@@ -186,7 +171,7 @@ def test_a_second_ctrl_c_quits_at_once(demo):
     demo.wait(timeout=10)
     assert demo.process.returncode == 130
     assert time.monotonic() - started < 5
-    demo.assert_nothing_is_left()
+    assert_nothing_is_left(demo.mark)
 
 
 @pytest.mark.slow
@@ -203,7 +188,7 @@ def test_the_reward_climbs_and_two_runs_agree(tmp_path):
         assert {r["outcome"] for r in rollouts} == {"succeeded"}
         steps = sorted({r["run"] for r in rollouts})
         curves.append([fmean(r["reward"] for r in rollouts if r["run"] == step) for step in steps])
-        demo.assert_nothing_is_left()
+        assert_nothing_is_left(demo.mark)
     assert len(curves[0]) == 24
     assert curves[0][0] <= 0.45
     assert fmean(curves[0][-4:]) >= 0.9

@@ -23,6 +23,7 @@ import pytest
 
 from agentcore_rl_toolkit.cli import main
 from agentcore_rl_toolkit.local import LocalAgentCore
+from processes import assert_nothing_is_left
 
 # Appends a line to ran.log whenever it runs, and echoes what it was told.
 AGENT = """
@@ -106,21 +107,6 @@ class Eval:
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
 
-    def assert_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 8
-        while (left := self._alive()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == []
-
-    def _alive(self) -> list[int]:
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z" and self.mark.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-        return found
-
 
 @pytest.fixture
 def evaluation(tmp_path: Path) -> Iterator[Eval]:
@@ -157,7 +143,7 @@ def test_evaluate_twice_and_compare(evaluation):
         (task, number) for task in ("good", "bad", "broken") for number in (0, 1)
     }
     assert "ValueError: boom" in next(r["error"] for r in evaluation.results() if r["task"] == "broken")
-    evaluation.assert_nothing_is_left()
+    assert_nothing_is_left(evaluation.mark)
 
     evaluation.run_local("--samples", "1", out="other", FIELD="other")
     output, errors = evaluation.start("compare", "run", "other").communicate(timeout=20)
@@ -197,7 +183,7 @@ def test_a_signal_stops_the_sessions_and_keeps_what_is_there(evaluation, number)
     assert errors.splitlines()[-1] == "interrupted: the same command goes on from here"
     assert "4 of 6 samples have not finished." in output
     assert evaluation.report()["finished"] == len(evaluation.results()) == 2
-    evaluation.assert_nothing_is_left()
+    assert_nothing_is_left(evaluation.mark)
 
 
 @pytest.mark.slow
@@ -207,7 +193,7 @@ def test_a_killed_run_goes_on_where_it_was(evaluation):
     evaluation.wait_for(process, results=3, running=5)
     process.kill()
     process.communicate()
-    evaluation.assert_nothing_is_left()
+    assert_nothing_is_left(evaluation.mark)
     finished = {r["task"] for r in evaluation.results()}
     with (evaluation.folder / "run" / "results.jsonl").open("a") as file:
         file.write('{"task": "t5", "sam')

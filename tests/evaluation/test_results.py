@@ -9,7 +9,7 @@ from agentcore_rl_toolkit import BatchItem, Outcome
 from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.evaluation.compare import compare, notes
 from agentcore_rl_toolkit.evaluation.report import Rule, make_report, markdown, plain, tables, text
-from agentcore_rl_toolkit.evaluation.results import RunDirectory, Sample, Task, read_samples, read_tasks
+from agentcore_rl_toolkit.evaluation.results import EvaluationDirectory, Sample, Task, read_samples, read_tasks
 from agentcore_rl_toolkit.evaluation.run import finished, judge
 
 SETTINGS = {"agent": "python rl_app.py", "model_id": None}
@@ -75,7 +75,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_samples_are_there_again_after_a_crash_in_the_middle_of_a_line(tmp_path):
-    directory = RunDirectory(tmp_path / "run", SETTINGS)
+    directory = EvaluationDirectory(tmp_path / "run", SETTINGS)
     first, second = sample(number=0), sample(number=1, reward=None, outcome=Outcome.TIMED_OUT, error="too late")
     directory.add(first, {"rewards": 1.0})
     directory.add(second, None)
@@ -86,7 +86,7 @@ def test_samples_are_there_again_after_a_crash_in_the_middle_of_a_line(tmp_path)
         file.write(whole.splitlines()[0][:-9])  # a third line, cut off
     assert read_samples(results) == [first, second]
 
-    directory = RunDirectory(tmp_path / "run", SETTINGS)
+    directory = EvaluationDirectory(tmp_path / "run", SETTINGS)
     assert list(directory.samples.values()) == [first, second]
     directory.add(sample(number=2), None)
     directory.close()
@@ -95,12 +95,12 @@ def test_samples_are_there_again_after_a_crash_in_the_middle_of_a_line(tmp_path)
 
 
 def test_a_last_line_without_its_newline_counts(tmp_path):
-    directory = RunDirectory(tmp_path, SETTINGS)
+    directory = EvaluationDirectory(tmp_path, SETTINGS)
     directory.add(sample(), None)
     directory.close()
     results = tmp_path / "results.jsonl"
     results.write_bytes(results.read_bytes().rstrip())
-    directory = RunDirectory(tmp_path, SETTINGS)
+    directory = EvaluationDirectory(tmp_path, SETTINGS)
     directory.add(sample(number=1), None)
     directory.close()
     assert len(read_samples(results)) == 2
@@ -120,7 +120,7 @@ def test_a_last_line_without_its_newline_counts(tmp_path):
     ],
 )
 def test_a_bad_result_line_is_named(tmp_path, field, value, message):
-    directory = RunDirectory(tmp_path, SETTINGS)
+    directory = EvaluationDirectory(tmp_path, SETTINGS)
     directory.add(sample(), None)
     directory.close()
     results = tmp_path / "results.jsonl"
@@ -135,29 +135,29 @@ def test_a_bad_result_line_is_named(tmp_path, field, value, message):
 
 
 def test_another_run_is_not_mixed_in(tmp_path):
-    RunDirectory(tmp_path, {**SETTINGS, "agent": "python mistyped.py"}).close()
-    directory = RunDirectory(tmp_path, SETTINGS)  # nothing had come of the first
+    EvaluationDirectory(tmp_path, {**SETTINGS, "agent": "python mistyped.py"}).close()
+    directory = EvaluationDirectory(tmp_path, SETTINGS)  # nothing had come of the first
     directory.add(sample(), None)
     directory.close()
     with pytest.raises(SetupError, match=r"holds a run with agent 'python rl_app.py', not 'python b.py'"):
-        RunDirectory(tmp_path, {**SETTINGS, "agent": "python b.py"})
+        EvaluationDirectory(tmp_path, {**SETTINGS, "agent": "python b.py"})
     (tmp_path / "run.json").write_text("[")
     with pytest.raises(SetupError, match="damaged"):
-        RunDirectory(tmp_path, SETTINGS)
+        EvaluationDirectory(tmp_path, SETTINGS)
     (tmp_path / "run.json").unlink()
     with pytest.raises(SetupError, match=r"no run\.json"):
-        RunDirectory(tmp_path, SETTINGS)
+        EvaluationDirectory(tmp_path, SETTINGS)
 
 
 def test_a_directory_that_cannot_be_one(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match="choose another --out"):
-        RunDirectory(tmp_path / "file", SETTINGS)
+        EvaluationDirectory(tmp_path / "file", SETTINGS)
 
 
 def test_what_has_finished(tmp_path):
     tasks = [Task("t", {}, "t"), Task("u", {}, "u")]
-    directory = RunDirectory(tmp_path, SETTINGS)
+    directory = EvaluationDirectory(tmp_path, SETTINGS)
     directory.add(sample(number=1), None)
     directory.add(sample(number=2, reward=None, outcome=Outcome.RUNTIME_FAILED), None)
     directory.close()
@@ -169,16 +169,16 @@ def test_what_has_finished(tmp_path):
 
 
 def test_a_sample_that_was_lost_and_run_again_counts_once(tmp_path):
-    directory = RunDirectory(tmp_path, SETTINGS)
+    directory = EvaluationDirectory(tmp_path, SETTINGS)
     directory.add(sample(reward=None, outcome=Outcome.RUNTIME_FAILED), None)
     directory.add(sample(), None)
     directory.close()
     assert read_samples(tmp_path / "results.jsonl") == [sample()]
-    assert list(RunDirectory(tmp_path, SETTINGS).samples.values()) == [sample()]
+    assert list(EvaluationDirectory(tmp_path, SETTINGS).samples.values()) == [sample()]
 
 
 def test_a_result_that_is_no_json_is_not_kept_but_its_reward_is(tmp_path):
-    directory = RunDirectory(tmp_path, SETTINGS)
+    directory = EvaluationDirectory(tmp_path, SETTINGS)
     directory.add(sample(), {"rewards": 1.0, "loss": math.nan})
     directory.close()
     row = json.loads((tmp_path / "results.jsonl").read_text())

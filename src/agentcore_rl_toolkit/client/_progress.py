@@ -6,11 +6,14 @@ import asyncio
 import logging
 import sys
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import Outcome
 
-__all__ = ["Progress"]
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+__all__ = ["Progress", "new_bar"]
 
 logger = logging.getLogger("agentcore_rl_toolkit.client")
 
@@ -23,9 +26,11 @@ class Progress:
         self._total, self._log_interval = total, log_interval
         self._outcomes: Counter[Outcome] = Counter()
         self._active = 0
-        self._bar: Any = None
-        if bar or (bar is None and sys.stderr is not None and sys.stderr.isatty()):
-            self._bar, self._row = _bar(total)
+        wanted = bar or (bar is None and sys.stderr is not None and sys.stderr.isatty())
+        self._bar = new_bar() if wanted else None
+        if self._bar is not None:
+            self._row = self._bar.add_task("rollouts", total=total)
+            self._bar.start()
         self._task: asyncio.Task[None] | None = None
 
     def started(self) -> None:
@@ -59,23 +64,18 @@ class Progress:
             self._bar = None
 
 
-def _bar(total: int | None) -> tuple[Any, Any]:
+def new_bar(*, transient: bool = False) -> Bar | None:
+    """On standard error; None without rich, which comes with an extra. ``transient``: nothing of it stays."""
     try:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-    except ModuleNotFoundError:  # rich comes with an extra
-        return None, None
+    except ModuleNotFoundError:
+        return None
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    bar = Progress(*columns, console=Console(stderr=True))
-    row = bar.add_task("rollouts", total=total)
-    bar.start()
-    return bar, row
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    return progress.Progress(*columns, console=Console(stderr=True), transient=transient)

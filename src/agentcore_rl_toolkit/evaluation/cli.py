@@ -20,7 +20,7 @@ from ..errors import SetupError
 if TYPE_CHECKING:
     from ..client import RolloutClient
     from .report import Report
-    from .results import RunDirectory, Sample, Task
+    from .results import EvaluationDirectory, Sample, Task
 
 _EVAL = """\
 Run an agent on every task of a file, several times each, and report how good it is.
@@ -131,12 +131,12 @@ def _object(text: str) -> dict[str, Any]:
 
 def _run_eval(arguments: argparse.Namespace) -> int:
     from .report import Rule, make_report
-    from .results import RunDirectory, read_tasks
+    from .results import EvaluationDirectory, read_tasks
     from .run import finished
 
     rule = Rule(arguments.threshold, arguments.failed_as_zero)
     tasks = read_tasks(arguments.data, limit=arguments.limit)
-    directory = RunDirectory(arguments.out, _settings(arguments))
+    directory = EvaluationDirectory(arguments.out, _settings(arguments))
     interrupted = False
     with _terminable(), closing(directory):
         try:
@@ -187,7 +187,7 @@ def _deployed(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 def _evaluate(
-    arguments: argparse.Namespace, tasks: Sequence[Task], before: Sequence[Sample], directory: RunDirectory
+    arguments: argparse.Namespace, tasks: Sequence[Task], before: Sequence[Sample], directory: EvaluationDirectory
 ) -> None:
     from .._redact import find_secrets
     from .progress import progress
@@ -256,7 +256,7 @@ def _client(
     )
 
 
-def _write(report: Report, directory: RunDirectory) -> None:
+def _write(report: Report, directory: EvaluationDirectory) -> None:
     from .report import markdown, plain, tables, text, title
     from .results import RESULTS
 

@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..client._progress import new_bar
 from .results import Sample
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 LINE_INTERVAL = 10.0  # seconds
 
@@ -23,7 +20,7 @@ def progress(total: int, finished: Iterable[Sample], *, plain: bool) -> Iterator
     tally = _Tally(total)
     for sample in finished:
         tally.add(sample)
-    bar = None if plain or not sys.stderr.isatty() else _bar()
+    bar = None if plain or not sys.stderr.isatty() else new_bar(transient=True)
     if bar is None:
         yield _Lines(tally)
         return
@@ -35,16 +32,6 @@ def progress(total: int, finished: Iterable[Sample], *, plain: bool) -> Iterator
             bar.update(job, completed=tally.finished, description=str(tally))
 
         yield draw
-
-
-def _bar() -> Progress | None:
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ModuleNotFoundError:  # it comes with an extra
-        return None
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from ..errors import ContractError, Outcome, SetupError
 from ..protocol import dumps
 
-__all__ = ["RunDirectory", "Sample", "Task", "read_samples", "read_tasks"]
+__all__ = ["EvaluationDirectory", "Sample", "Task", "read_samples", "read_tasks"]
 
 RESULTS = "results.jsonl"
 
@@ -164,8 +164,8 @@ def _finite(text: str) -> float:
     return value
 
 
-class RunDirectory:
-    """The directory of one run: ``run.json`` (what is evaluated), ``results.jsonl`` (one line a finished sample).
+class EvaluationDirectory:
+    """The directory of one evaluation: ``run.json`` (what is run), ``results.jsonl`` (one line a finished sample).
 
     ``settings``: what must be the same when a run goes on; the first run writes them. ``exp_id``: the run's place in
     the bucket. ``samples``: what has ended, by position in the data and sample. Raises ``SetupError`` if the

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from .._redact import Redactor
 from ..errors import ContractError, Outcome, SetupError
 from ..protocol import result_reward
-from .results import RunDirectory, Sample, Task
+from .results import EvaluationDirectory, Sample, Task
 
 if TYPE_CHECKING:
     from ..client import BatchItem, RolloutClient
 
 
-def finished(tasks: Sequence[Task], samples: int, directory: RunDirectory) -> list[Sample]:
+def finished(tasks: Sequence[Task], samples: int, directory: EvaluationDirectory) -> list[Sample]:
     """The samples that were asked for and have ended; the directory may hold more, of a longer run.
 
     Raises ``SetupError`` if the tasks are no longer the same.
@@ -34,7 +34,7 @@ def evaluate(
     client: RolloutClient,
     tasks: Sequence[Task],
     samples: int,
-    directory: RunDirectory,
+    directory: EvaluationDirectory,
     *,
     timeout: float | None,
     max_concurrent: int,
