@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +162,37 @@ def test_threads_that_stayed_behind_are_asked_for_nothing() -> None:
     with threads._lock:  # as another thread may do when the process forks
         assert in_child(threads.close) == "None"
         assert in_child(lambda: threads.submit(int)) == MADE_BEFORE
+
+
+def test_what_the_parent_waits_for_is_neither_waited_for_nor_stopped_in_a_forked_child(
+    world: World, tmp_path: Path
+) -> None:
+    client = world.client()
+    list(client.run_batch([{}], 1, run_dir=tmp_path))
+    future = client.invoke({"seconds": 1.0})
+    running = iter(client.run_batch([{"seconds": 1.0}] * 3, 2))
+    next(running)
+    assert in_child(future.result) == MADE_BEFORE
+    assert in_child(lambda: future.result(0.1)) == MADE_BEFORE
+    assert in_child(future.cancel) == MADE_BEFORE
+    assert in_child(lambda: next(running)) == MADE_BEFORE
+    assert in_child(lambda: list(client.run_batch([{}], 1, run_dir=tmp_path))) == MADE_BEFORE
+    assert in_child(client.close) == "None"
+    assert future.result(5)["rewards"] == 1.0
+    assert [item.success for item in running] == [True] * 2
+    assert world.stub.open == {}
+
+
+async def test_an_async_batch_of_the_parent_ends_in_a_forked_child(world: World) -> None:
+    running = aiter(world.client().run_batch([{"seconds": 0.2}] * 3, 2))
+    await anext(running)
+
+    async def go_on() -> object:
+        return [item async for item in running]
+
+    def work() -> object:
+        asyncio._set_running_loop(None)  # type: ignore[attr-defined]
+        return asyncio.run(go_on())
+
+    assert in_child(work) == MADE_BEFORE
+    assert [item.success async for item in running] == [True] * 2

@@ -142,7 +142,8 @@ class BatchResult:
                 yield item
         finally:
             try:
-                await run_async(batch.close())
+                if not batch.closed:
+                    await run_async(batch.close())
             except BaseException:
                 batch.report_all()
                 raise
@@ -177,6 +178,7 @@ class _Batch:
 
     async def next(self) -> BatchItem | None:
         """The next item; None after the last."""
+        self.client._sessions.check()
         return await self._pool.next()
 
     def leave(self) -> None:

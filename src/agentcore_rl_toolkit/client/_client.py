@@ -203,6 +203,8 @@ class RolloutClient:
 
         Their futures raise ``RolloutCancelled``, and so do the iterators of its batches.
         """
+        if self._reads.forked:  # sessions and connections are the parent's
+            return
         run_sync(self._close())
         self._limiter.leave(self._rates)
 
@@ -216,6 +218,7 @@ class RolloutClient:
 
     async def _start(self, order: Order) -> RolloutFuture:
         """Have the payload accepted by its session; or find its result, where it may have run before."""
+        self._sessions.check()
         check_session_id(order.session_id)
         accepted = Accepted(self.s3_bucket, result_key(self.exp_id, order.input_id, order.session_id))
         notify_url = await self._listener.url() if self._listener else None

@@ -118,6 +118,7 @@ class RolloutFuture:
     # -- on the background loop --
 
     async def _finish(self, timeout: float | None) -> dict[str, Any]:
+        self._sessions.check()
         try:
             return await self._wait(timeout)
         finally:
@@ -141,6 +142,7 @@ class RolloutFuture:
         return self._result.result()
 
     async def _cancel(self) -> bool:
+        self._sessions.check()
         runs = not self._result.done()
         settle(self._result, self._was_cancelled())
         if runs:

@@ -82,6 +82,10 @@ class Sessions:
         self._stopping: dict[str, asyncio.Task[bool]] = {}
         self.unstopped: dict[str, str] = {}
 
+    def check(self) -> None:
+        """Raises ``SetupError`` in a forked child: all that is waited for here happens in the parent."""
+        self._invokes.check()
+
     def close(self) -> None:
         self._invokes.close()
         self._stops.close()
