@@ -64,7 +64,10 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """The arguments of ``RolloutClient.run_batch``, checked."""
+    """The arguments of ``RolloutClient.run_batch``, checked.
+
+    ``skip``: index and sample of rollouts that are left out, because somebody else has kept their items.
+    """
 
     payloads: Iterable[Mapping[str, Any]]
     max_concurrent: int
@@ -76,6 +79,7 @@ class BatchSettings:
     ordered: bool
     priority: Priority
     progress: bool | None
+    skip: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.max_concurrent < 1 or self.samples < 1:
@@ -115,7 +119,8 @@ def _jobs(settings: BatchSettings) -> Iterator[_Job]:
         numbered = sorted(zip(each, range(len(payloads)), payloads, strict=True), key=lambda job: (-job[0], job[1]))
     for value, index, payload in numbered:
         for sample in range(settings.samples):
-            yield _Job(payload, index, sample, float(value))
+            if (index, sample) not in settings.skip:
+                yield _Job(payload, index, sample, float(value))
 
 
 class BatchResult:
