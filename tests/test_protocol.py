@@ -9,7 +9,10 @@ import json
 import math
 import reprlib
 import textwrap
+import threading
+import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -60,6 +63,45 @@ def test_json_values_pass_unchanged(value: Any) -> None:
     assert to_jsonable(value) == value
     assert strict_loads(dumps(value)) == json.loads(json.dumps(value))
     dumps(value).encode("utf-8")
+
+
+@given(json_values)
+def test_a_large_value_is_encoded_to_the_same_text(value: Any) -> None:
+    large = {"text": "x" * 1_100_000, "value": value, "values": [value, value]}
+    assert dumps(large) == json.dumps(large, allow_nan=False, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "large", [{"messages": [{"content": "some\n text " * 200}] * 6000}, [0.1 + i for i in range(200_000)]]
+)
+def test_a_large_value_does_not_keep_other_threads_waiting(large: Any) -> None:
+    """As one call of ``json.dumps`` does, until its end."""
+    start = time.perf_counter()
+    text = json.dumps(large, ensure_ascii=False)
+    one_call = time.perf_counter() - start
+    assert min(_longest_wait(lambda: dumps(large)) for _ in range(3)) < one_call / 2
+    assert dumps(large) == text
+
+
+def _longest_wait(work: Callable[[], object]) -> float:
+    """Seconds that another thread had to wait at most while ``work`` ran."""
+    done, waits = threading.Event(), [0.0]
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not done.wait(0.001):
+            now = time.perf_counter()
+            waits.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        work()
+    finally:
+        done.set()
+        thread.join()
+    return max(waits)
 
 
 class Color(enum.Enum):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import enum
+import itertools
 import json
 import math
 import uuid
@@ -148,7 +149,7 @@ def to_jsonable(value: Any, path: str = "result") -> Any:
         return to_jsonable(value.value, path)
     if isinstance(value, str):
         try:
-            value.encode("utf-8")
+            value.isascii() or value.encode("utf-8")
         except UnicodeEncodeError:
             raise ContractError(f"{path}: not valid Unicode (lone surrogate)") from None
         return str(value)
@@ -194,9 +195,35 @@ def _child(path: str, name: str) -> str:
 def dumps(value: Any, path: str = "result") -> str:
     """Strict JSON text of a value that :func:`to_jsonable` accepts; raises ``ContractError`` like it."""
     try:
-        return json.dumps(to_jsonable(value, path), allow_nan=False, ensure_ascii=False)
+        return _encode(to_jsonable(value, path))
     except RecursionError:
         raise ContractError(f"{path}: nested too deeply, or it contains itself") from None
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
+_LARGE = 1_000_000  # characters of strings, and 10 for every item: a few ms of encoding
+_SIZED = frozenset({str, list, dict})
+
+
+def _encode(plain: Any) -> str:
+    if not _is_large(plain):
+        return _ENCODER.encode(plain)
+    # encode() is one call, during which no other thread runs, such as the one that answers pings.
+    chunks = _ENCODER.iterencode(plain)
+    return "".join(iter(lambda: "".join(itertools.islice(chunks, 10_000)), ""))
+
+
+def _is_large(plain: Any) -> bool:
+    size, todo = 0, [plain]
+    for value in todo:
+        kind = type(value)
+        if kind in _SIZED:
+            size += len(value) if kind is str else 10 * len(value)
+            if size > _LARGE:
+                return True
+            if kind is not str:
+                todo += [item for item in (value.values() if kind is dict else value) if type(item) in _SIZED]
+    return False
 
 
 # -- the result object -----------------------------------------------------------------------------------
