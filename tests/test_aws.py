@@ -27,8 +27,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}:{port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", b"").close()  # other servers' state lives on
     yield f"http://{host}:{port}"
-    urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", b"").close()  # its state outlives it
     server.stop()
 
 

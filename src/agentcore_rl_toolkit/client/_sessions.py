@@ -30,6 +30,7 @@ Call = Callable[[str, bytes], bytes]
 
 # An invoke takes as long as the session's start. This many may be on their way; AWS lets 400 sessions a minute start.
 _INVOKES, _STOPS, _PROBES = 256, 64, 16
+_STOPS_AT_EXIT = 8
 MOST_CALLS = _INVOKES + _STOPS + _PROBES
 _STOP_TRIES = 6
 _CANCEL_SECONDS = 15.0
@@ -108,6 +109,7 @@ class Sessions:
 
     async def _start(self, start: Start, send: Call) -> bytes | None:
         failures = delays = 0
+        self._stops.prepare(_STOPS_AT_EXIT)
         while True:
             await self._limiter.turn(new_session=not start.may_run, priority=FIRST if start.may_run else start.priority)
             if start.sent is None:

@@ -47,12 +47,26 @@ class Threads:
         self.check()
         future: Future[T] = Future()
         with self._lock:
+            self._start(min(self._unfinished + 1, self._most))
             self._jobs.put((future, work))
             self._unfinished += 1
-            if self._count < min(self._unfinished, self._most):
-                self._count += 1
-                threading.Thread(target=self._run, args=(self._jobs,), name=self._name, daemon=True).start()
         return future
+
+    def prepare(self, count: int) -> None:
+        """Have ``count`` threads now: from Python 3.12 on none can be started any more when the interpreter ends."""
+        with self._lock:
+            self._start(count)
+
+    def _start(self, count: int) -> None:
+        while self._count < count:
+            thread = threading.Thread(target=self._run, args=(self._jobs,), name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._count:
+                    raise
+                return  # those that there are will do it
+            self._count += 1
 
     async def run(self, work: Callable[[], T]) -> T:
         """The value of ``work``. Cancelled, it leaves a call that has begun to end by itself."""
