@@ -12,6 +12,7 @@ import enum
 import itertools
 import json
 import math
+import reprlib
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -298,7 +299,7 @@ def result_reward(result: Mapping[str, Any]) -> float | None:
     except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        raise ContractError(f"{name}: a finite number is required, got {str(value)[:100]!r}")
+        raise ContractError(f"{name}: a finite number is required, got {reprlib.repr(value)}")
     return reward
 
 

@@ -573,6 +573,14 @@ def test_an_answer_that_quotes_the_request_gives_no_secret_away(
     assert not [text for text in said if "0123456789" in text.replace(ARN, "")]
 
 
+def test_an_answer_that_is_cut_within_a_secret_gives_no_part_of_it_away(world: World) -> None:
+    key = "sk-Vq3xT9wLmZ7aRb2NcYd5KfHg8JpQsEuW"
+    world.runtime.on(is_kind("invoke"), answer(502, body=f"{'x' * 480}{key} was refused"))
+    items, _ = run(world, [{}], client={"api_key": key, "max_retry_attempts": 0})
+    assert "xxx" in str(items[0].error)
+    assert not [i for i in range(len(key) - 7) if key[i : i + 8] in str(items[0].error)]
+
+
 def test_an_agents_error_is_written_down_without_secrets(world: World, tmp_path: Path) -> None:
     async def failed_result(_: Any, forward: Any) -> web.Response:
         real = await forward()

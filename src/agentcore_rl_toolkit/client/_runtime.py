@@ -76,5 +76,8 @@ def _json_error(answer: Answer) -> ServiceError:
     fields = parsed if isinstance(parsed, dict) else {}
     code = answer.headers.get("x-amzn-errortype") or fields.get("__type") or fields.get("code") or ""
     code = str(code).partition(":")[0].rpartition("#")[2]
-    message = fields.get("message") or fields.get("Message") or answer.body[:500].decode("utf-8", "replace")
+    message = fields.get("message") or fields.get("Message")
+    if not message:
+        text = answer.body[:501].decode("utf-8", "replace")
+        message = text[:500] + "…" if len(text) > 500 else text  # marked: half a secret is found by it
     return ServiceError(code or f"HTTP{answer.status}", answer.status, str(message))

@@ -280,8 +280,10 @@ def _exit(code: int) -> str:
 
 def _tail(log: Path, lines: int = 8, size: int = 1000) -> str:
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+        start = max(0, file.seek(0, os.SEEK_END) - size)
+        file.seek(start)
+        mark = "…" if start else ""  # half a secret is found by it
+        return "\n".join((mark + file.read().decode(errors="replace")).splitlines()[-lines:])
     return ""
 
 
