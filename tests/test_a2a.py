@@ -318,7 +318,9 @@ async def test_a_rollout_whose_result_can_not_be_written_is_a_failed_task(sessio
     message = new_message([new_text_part(text, "application/json")], role=Role.ROLE_USER)
     status = [event async for event in talk(session, message, streaming=True)][-1].status_update.status
     assert status.state == TaskState.TASK_STATE_FAILED
-    assert "bucket 'nowhere' does not exist" in get_message_text(status.message)
+    assert "not run, its result could not be written: bucket 'nowhere' does not exist" in get_message_text(
+        status.message
+    )
 
 
 async def test_a_task_can_be_cancelled_by_anybody(session: str, local: LocalAgentCore) -> None:

@@ -302,4 +302,6 @@ def test_a_wrong_setting_is_not_tried_again(
         agent.post({"_rollout": rollout()}, session())
         agent.wait_healthy()
         assert agent.runs() == 0  # no model is asked for a result that would be lost
+        assert "not run, its result could not be written" in agent.log()
         assert reason in agent.log()
+        assert "Traceback" not in agent.log()

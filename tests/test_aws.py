@@ -9,7 +9,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from agentcore_rl_toolkit._aws import ServiceError, Storage
+from agentcore_rl_toolkit._aws import ServiceError, SignedHttp, Storage
 
 # moto's server shares our process and leaves its ends of the sockets to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
@@ -89,13 +89,13 @@ def test_requests_are_signed_for_the_region_of_the_environment(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     storage, signed = Storage(), []
-    send = type(storage._place("results")[0]).send
+    send = SignedHttp.send
 
     def note(self: Any, signer: Any, service: str, region: str, *rest: Any) -> Any:
         signed.append(region)
         return send(self, signer, service, region, *rest)
 
-    monkeypatch.setattr("agentcore_rl_toolkit._aws.SignedHttp.send", note)
+    monkeypatch.setattr(SignedHttp, "send", note)
     storage.exists("results", "k")
     assert signed == [region]
     storage.close()

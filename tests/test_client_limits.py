@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from agentcore_rl_toolkit.client._limits import FIRST, Limiter, Rates, shared_limiter
+from agentcore_rl_toolkit.client._limits import FIRST, LAST, Limiter, Rates, shared_limiter
 from agentcore_rl_toolkit.errors import SetupError
 
 
@@ -38,6 +38,21 @@ async def test_sessions_are_limited_by_the_minute_and_calls_are_not() -> None:
     assert await take(made, 600) < 0.5
     assert await take(made, 100, new_session=False) < 0.5
     assert 0.2 <= await take(made, 5) < 1.0
+
+
+async def test_starts_that_wait_for_a_session_hold_up_no_other_call() -> None:
+    made, _rates = limiter(None, 60)
+    await take(made, 60)
+    starts = [asyncio.ensure_future(made.turn(new_session=True)) for _ in range(3)]
+    began = time.monotonic()
+    await made.turn(new_session=False, priority=LAST)
+    assert time.monotonic() - began < 0.5
+    made.no_capacity(60.0)
+    await made.turn(new_session=False, priority=LAST)
+    assert time.monotonic() - began < 0.5
+    assert sum(start.done() for start in starts) <= 1
+    for start in starts:
+        start.cancel()
 
 
 async def test_a_throttled_answer_halves_the_rate_and_it_comes_back() -> None:

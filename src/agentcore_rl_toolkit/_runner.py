@@ -32,9 +32,8 @@ from .protocol import (
 )
 
 if TYPE_CHECKING:
+    from bedrock_agentcore import BedrockAgentCoreApp
     from bedrock_agentcore.runtime import RequestContext
-
-    from .app import AgentCoreRLApp
 
 __all__ = ["Calls", "RolloutRunner", "Run"]
 
@@ -77,7 +76,7 @@ class Run:
 
     @property
     def address(self) -> str:
-        return f"{self.config.s3_bucket}/{self.key}"
+        return _address(self.config, self.key)
 
     def claim(self) -> bool:
         """True for exactly one caller, who has to settle it: the handler's end, a cancellation, the shutdown."""
@@ -93,8 +92,10 @@ class Run:
         )
 
     def result(self, did: Did) -> dict[str, Any]:
-        """The result object for what the handler did; never raises."""
+        """The result object for what the handler did. Raises ``ResultLost`` if that is why it was not called."""
         failure = did.error
+        if isinstance(failure, ResultLost):
+            raise failure
         if failure is None:
             try:
                 plain = success_result(did.value, self.config, self.key)
@@ -136,7 +137,7 @@ class Begun(NamedTuple):
 class RolloutRunner:
     """Runs rollouts in the background and writes each outcome once."""
 
-    def __init__(self, app: AgentCoreRLApp, *, store_payload: bool, max_result_bytes: int) -> None:
+    def __init__(self, app: BedrockAgentCoreApp, *, store_payload: bool, max_result_bytes: int) -> None:
         self._app = app
         self._store_payload, self._max_result_bytes = store_payload, max_result_bytes
         self._store = ResultStore()
@@ -159,7 +160,7 @@ class RolloutRunner:
             config = RolloutConfig.from_payload(payload) if isinstance(payload, Mapping) else None
             key = config.result_key(session_id) if config else ""
             if config is not None and config.extra.get(PROBE_FIELD) is True:
-                runs = f"{config.s3_bucket}/{key}" in self._runs
+                runs = _address(config, key) in self._runs
                 return Begun({"status": "processing" if runs else "unknown"})
             if config is not None or calls.direct is calls.rollout:  # a plain entrypoint validates for itself
                 payload = calls.validate(payload)
@@ -286,6 +287,10 @@ class RolloutRunner:
 
 
 # -- small helpers -------------------------------------------------------------------------------------------
+
+
+def _address(config: RolloutConfig, key: str) -> str:
+    return f"{config.s3_bucket}/{key}"
 
 
 def _too_large(result: Mapping[str, Any], size: int, limit: int) -> str:

@@ -150,7 +150,8 @@ def to_jsonable(value: Any, path: str = "result") -> Any:
         return to_jsonable(value.value, path)
     if isinstance(value, str):
         try:
-            value.isascii() or value.encode("utf-8")
+            if not value.isascii():
+                value.encode("utf-8")
         except UnicodeEncodeError:
             raise ContractError(f"{path}: not valid Unicode (lone surrogate)") from None
         return str(value)

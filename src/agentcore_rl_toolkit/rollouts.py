@@ -195,7 +195,7 @@ class _Batch:
         overrides = dict(self.sampling_overrides)
         if self.seed is not None:
             overrides["seed"] = session_seed(self.seed, slot.payload_index, slot.sample_index)
-        on_done = self.client._hint_for(slot.input_id, slot.session_id)
+        on_done = self.client._hint_for(slot.input_id, slot.session_id, self.rollout_config)
         session: _Session = self.gateway.create_session(sampling_overrides=overrides, on_done=on_done)
         return session
 

@@ -593,6 +593,16 @@ def test_an_agents_error_is_written_down_without_secrets(world: World, tmp_path:
     assert SECRETS["api_key"] not in (tmp_path / "ledger.jsonl").read_text()
 
 
+def test_close_stops_sessions_whose_results_nobody_has_taken(world: World) -> None:
+    with world.client() as client:
+        future = client.invoke({"seconds": 0.0})
+        while not future.done():
+            time.sleep(0.01)
+        assert len(world.stub.open) == 1
+    assert world.stub.open == {}
+    assert future.result(timeout=5)["rewards"] == 1.0
+
+
 def test_an_answer_that_names_no_address_leaves_no_session(world: World) -> None:
     async def odd(_: Any, forward: Any) -> web.Response:
         await forward()

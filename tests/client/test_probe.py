@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from agentcore_rl_toolkit import Outcome, RolloutClient
+from agentcore_rl_toolkit.client import _sessions
 from agentcore_rl_toolkit.errors import InvocationError, SetupError
 from agentcore_rl_toolkit.local import Lifecycle, LocalAgentCore
+from agentcore_rl_toolkit.protocol import PROBE_FIELD
 
-from .conftest import ARN, BUCKET, World
+from .conftest import ARN, BUCKET, Action, Forward, World, garble, is_kind
 
 AGENT = """
 import asyncio, os, time
@@ -117,6 +122,67 @@ def test_a_single_future_is_told_as_well(local: LocalAgentCore) -> None:
         with pytest.raises(InvocationError, match="lost its rollout"):
             future.result(timeout=60)
     assert_no_session_is_left(local)
+
+
+def probing(asked: Callable[[Any], Awaitable[web.Response]]) -> Action:
+    """An agent that says that it can be asked. ``asked``: its answer, given how to let the stub answer."""
+
+    async def act(request: web.Request, forward: Forward) -> web.Response:
+        if PROBE_FIELD in (await request.json())["_rollout"]:
+            return await asked(forward)
+        real = await forward()
+        assert isinstance(real.body, bytes)
+        return web.json_response({**json.loads(real.body), "probes": True})
+
+    return act
+
+
+def status(text: str) -> web.Response:
+    return web.json_response({"status": text})
+
+
+def test_probes_that_agents_hold_up_start_no_session_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that wait behind others: the stub takes each for an invoke."""
+
+    async def late(forward: Forward) -> web.Response:
+        await asyncio.sleep(2.0)
+        return await forward()
+
+    monkeypatch.setattr(_sessions, "_PROBES", 2)
+    world.runtime.on(is_kind("invoke"), probing(late))
+    client = world.client(probe_interval=0.2)
+    items = list(client.run_batch([{"seconds": 1.0}] * 6, 6, timeout=30))
+    assert [item.success for item in items] == [True] * 6
+    time.sleep(3.0)
+    assert world.stub.open == {}
+
+
+def test_a_result_that_was_cut_on_its_way_is_not_taken_for_a_lost_one(world: World) -> None:
+    cut = 0
+
+    async def honest(_: Forward) -> web.Response:
+        return status("unknown" if cut else "processing")
+
+    async def cut_twice(request: web.Request, forward: Forward) -> web.StreamResponse:
+        nonlocal cut
+        whole = await forward()
+        if whole.status != 200 or cut == 2:
+            return whole
+        cut += 1
+        return await garble(5)(request, forward)
+
+    world.runtime.on(is_kind("invoke"), probing(honest))
+    world.s3.on(is_kind("get"), cut_twice)
+    items = list(world.client(probe_interval=0.05).run_batch([{"seconds": 1.0}], 1, timeout=30))
+    assert [item.outcome for item in items] == [Outcome.SUCCEEDED]
+    assert cut == 2
+
+
+def test_a_rollout_with_an_address_of_its_own_is_asked_for_by_it(local: LocalAgentCore) -> None:
+    with client_of(local, 0.3) as client:
+        future = client.invoke({"name": "elsewhere", "do": "return", "seconds": 2.0}, exp_id="other")
+        assert future.result(timeout=60)["rewards"] == 1.0
+        assert future.result_key.startswith("other/")
 
 
 def test_agents_that_know_no_probe_are_not_asked(world: World) -> None:

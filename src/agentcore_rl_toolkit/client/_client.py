@@ -40,6 +40,8 @@ _TRANSPORTS = {"http": Runtime, "a2a": A2ARuntime}
 _READS = 32  # calls to S3 in flight
 _START_TIMEOUT = 900.0  # seconds, for a start without a limit of its own
 _FETCHES = 6
+_ADDRESS = ("exp_id", "input_id", "s3_bucket")
+"""The fields of ``_rollout`` that say where its result goes."""
 
 
 class RolloutClient:
@@ -199,9 +201,9 @@ class RolloutClient:
         return await run_async(self._agent_card())
 
     def close(self) -> None:
-        """Stop the sessions whose results are still waited for, or could be, and close connections.
+        """Stop every session that was started here and is not stopped, and close connections.
 
-        Their futures raise ``RolloutCancelled``, and so do the iterators of its batches.
+        Futures without a result raise ``RolloutCancelled``, and so do the iterators of batches.
         """
         if self._reads.forked:  # sessions and connections are the parent's
             return
@@ -220,11 +222,12 @@ class RolloutClient:
         """Have the payload accepted by its session; or find its result, where it may have run before."""
         self._sessions.check()
         check_session_id(order.session_id)
-        accepted = Accepted(self.s3_bucket, result_key(self.exp_id, order.input_id, order.session_id))
         notify_url = await self._listener.url() if self._listener else None
-        body = await self._reads.run(lambda: self._encode(order, notify_url))
+        config = self._config(order.input_id, order.config, notify_url)
+        expected = Accepted(config["s3_bucket"], _key(config, order.session_id))
+        body = await self._reads.run(lambda: encode(order.payload, config))
         allowed = _START_TIMEOUT if order.timeout is None else order.timeout
-        sweeper, watch = self._watch(accepted.bucket, accepted.key, order.pace)
+        sweeper, watch = self._watch(expected.bucket, expected.key, order.pace)
         loop = asyncio.get_running_loop()
 
         def on_sent() -> None:
@@ -234,17 +237,18 @@ class RolloutClient:
         start = order.start = Start(
             order.session_id, body, lambda: sweeper.look(watch), on_sent, priority=order.priority
         )
+        accepted = expected
         try:
             async with asyncio.timeout(None) as limit:
                 if not (order.look_first and await sweeper.look(watch)):
-                    accepted = await self._accepted(start, accepted)
+                    accepted = await self._accepted(start, expected)
         except TimeoutError:
             watch.result.cancel()
             raise _not_started(start, allowed) from start.last
         except BaseException:
             watch.result.cancel()
             raise
-        if (accepted.bucket, accepted.key) != (self.s3_bucket, watch.key):  # the agent knows better
+        if accepted[:2] != expected[:2]:  # the agent knows better
             watch.result.cancel()
             sweeper, watch = self._watch(accepted.bucket, accepted.key, order.pace)
         watch.asleep = False
@@ -257,7 +261,7 @@ class RolloutClient:
             input_id=order.input_id,
             s3_bucket=accepted.bucket,
             started=start.sent or time.monotonic(),
-            probe=self._probe(order, sweeper, watch) if accepted.probes else None,
+            probe=self._probe(order.session_id, config, sweeper, watch) if accepted.probes else None,
         )
         self._futures.add(future)
         return future
@@ -273,19 +277,17 @@ class RolloutClient:
         assert answer is not None
         return parse_card(answer)
 
-    def _probe(self, order: Order, sweeper: Sweeper, watch: Watch) -> Probe | None:
+    def _probe(self, session_id: str, config: Mapping[str, Any], sweeper: Sweeper, watch: Watch) -> Probe | None:
         if self._probe_interval is None:
             return None
-        config = {"exp_id": self.exp_id, "input_id": order.input_id, "s3_bucket": self.s3_bucket, PROBE_FIELD: True}
-        body = encode({}, config)
-        return Probe(self._sessions, sweeper, watch, order.session_id, body, self._probe_interval)
+        body = encode({}, {**{name: config[name] for name in _ADDRESS}, PROBE_FIELD: True})
+        return Probe(self._sessions, sweeper, watch, session_id, body, self._probe_interval)
 
     async def _accepted(self, start: Start, expected: Accepted) -> Accepted:
         """Start the session."""
         answer = await self._sessions.start(start)
         try:
-            default = expected.bucket, expected.key
-            return expected if answer is None else read_answer(answer, start.session_id, start.body, default)
+            return expected if answer is None else read_answer(answer, start.session_id, start.body, expected)
         except BaseException:
             await self._sessions.stop(start.session_id)
             raise
@@ -312,9 +314,14 @@ class RolloutClient:
             sweeper = self._sweepers[bucket, prefix] = Sweeper(self._storage, self._reads, bucket, prefix)
         return sweeper, sweeper.watch(key, pace)
 
-    def _hint_for(self, input_id: str, session_id: str) -> Callable[[], None]:
+    def _hint_for(self, input_id: str, session_id: str, config: Mapping[str, Any]) -> Callable[[], None]:
         """What to call, from any thread, when this rollout's result is said to be there."""
-        return lambda: soon(lambda: self._hint(self.s3_bucket, result_key(self.exp_id, input_id, session_id)))
+
+        def hint() -> None:
+            whole = self._config(input_id, config)
+            self._hint(whole["s3_bucket"], _key(whole, session_id))
+
+        return functools.partial(soon, hint)
 
     def _hint(self, bucket: str, key: str) -> None:
         sweeper = self._sweepers.get((bucket, _prefix(key)))
@@ -326,35 +333,38 @@ class RolloutClient:
         told = [self.extra_config, {"base_url": self.base_url}, order.config, order.payload]
         return Redactor(find_secrets(told)).text(text)
 
-    def _encode(self, order: Order, notify_url: str | None) -> bytes:
-        config = {
+    def _config(self, input_id: str, config: Mapping[str, Any], notify_url: str | None = None) -> dict[str, Any]:
+        """The ``_rollout`` of a rollout. ``config``: the fields of this one alone, which win."""
+        return {
             "base_url": self.base_url,
             "model_id": self.model_id,
             "notify_url": notify_url,
             **self.extra_config,
             "exp_id": self.exp_id,
-            "input_id": order.input_id,
+            "input_id": input_id,
             "s3_bucket": self.s3_bucket,
-            **order.config,
+            **config,
         }
-        return encode(order.payload, config)
 
     async def _close(self) -> None:
         await close_batches(self)
-        waited_for = [future for future in self._futures if not future.done()]
         for sweeper in self._sweepers.values():
             sweeper.close()
-        await asyncio.gather(*(future._stop() for future in waited_for))
+        await asyncio.gather(*(future._stop() for future in list(self._futures)))  # once each
         self._sessions.report_unstopped()
         if self._listener:
             self._listener.close()
-        for threads in (self._sessions, self._reads, self._runtime, self._storage):
-            threads.close()
+        for each in (self._sessions, self._reads, self._runtime, self._storage):
+            each.close()
 
 
 def _end_threads(*threads: Sessions | Threads) -> None:
     for each in threads:
         each.close()
+
+
+def _key(config: Mapping[str, Any], session_id: str) -> str:
+    return result_key(config["exp_id"], config["input_id"], session_id)
 
 
 def _prefix(key: str) -> str:

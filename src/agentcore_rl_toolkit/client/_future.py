@@ -154,12 +154,9 @@ class RolloutFuture:
     async def _stop(self) -> bool:
         """Stop the session once; whoever asks again gets the same answer."""
         if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop_session())
+            sent = self._probe.sent if self._probe else None
+            self._stopping = asyncio.create_task(self._sessions.stop(self.session_id, sent))
         return await to_the_end(self._stopping)
-
-    async def _stop_session(self) -> bool:
-        stopped = await self._sessions.stop(self.session_id)
-        return await self._probe.stopped(stopped) if self._probe else stopped
 
     def _was_cancelled(self) -> RolloutCancelled:
         return RolloutCancelled(f"session {self.session_id} was cancelled", session_id=self.session_id)

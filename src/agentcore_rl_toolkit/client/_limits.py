@@ -93,7 +93,8 @@ class Limiter:
     def __init__(self) -> None:
         self._calls, self._sessions = Bucket(math.inf, math.inf), Bucket(math.inf, math.inf)
         self._members: weakref.WeakSet[Rates] = weakref.WeakSet()
-        self._waiting: list[tuple[float, int, bool, asyncio.Future[None]]] = []
+        # Apart, because a start that waits for a session holds up no other call.
+        self._waiting: dict[bool, list[tuple[float, int, asyncio.Future[None]]]] = {False: [], True: []}
         self._order = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._closed_until = -math.inf
@@ -123,11 +124,8 @@ class Limiter:
 
     async def turn(self, *, new_session: bool, priority: float = 0.0) -> None:
         """Wait until one more call may be sent; the greater ``priority`` goes first."""
-        if not self._waiting and not self._delay(new_session):
-            self._take(new_session)
-            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (-priority, next(self._order), new_session, turn))
+        heapq.heappush(self._waiting[new_session], (-priority, next(self._order), turn))
         self._pump()
         await turn
 
@@ -157,18 +155,24 @@ class Limiter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._waiting:
-            _, _, new_session, turn = self._waiting[0]
-            if turn.done():  # cancelled
-                heapq.heappop(self._waiting)
-                continue
-            if delay := self._delay(new_session):
+        while waiting := [new_session for new_session, heap in self._waiting.items() if self._drop_cancelled(heap)]:
+            delays = {new_session: self._delay(new_session) for new_session in waiting}
+            if all(delays.values()):
                 # An hour's sleep would oversleep a limit that is lifted.
-                self._timer = asyncio.get_running_loop().call_later(min(delay, 0.5), self._pump)
+                self._timer = asyncio.get_running_loop().call_later(min(0.5, *delays.values()), self._pump)
                 return
-            heapq.heappop(self._waiting)
-            self._take(new_session)
+            ready = (new_session for new_session, delay in delays.items() if not delay)
+            best = min(ready, key=lambda new_session: self._waiting[new_session][0][:2])
+            _, _, turn = heapq.heappop(self._waiting[best])
+            self._take(best)
             turn.set_result(None)
+
+    @staticmethod
+    def _drop_cancelled(heap: list[tuple[float, int, asyncio.Future[None]]]) -> bool:
+        """Whether anybody waits in it still."""
+        while heap and heap[0][-1].done():
+            heapq.heappop(heap)
+        return bool(heap)
 
 
 _shared: weakref.WeakValueDictionary[tuple[str, str], Limiter] = weakref.WeakValueDictionary()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from concurrent.futures import Future
 from typing import Any
 
 from ..errors import InvocationError
@@ -17,8 +18,6 @@ from ._sessions import Sessions
 from ._sweep import Sweeper, Watch, settle
 
 __all__ = ["Probe"]
-
-_LAST_WORD = 10.0  # seconds for a probe that can't be called back
 
 
 class Probe:
@@ -29,20 +28,11 @@ class Probe:
     ) -> None:
         self._sessions, self._sweeper, self._watch = sessions, sweeper, watch
         self._session_id, self._body, self._interval = session_id, body, interval
-        self._asking: asyncio.Task[bytes | None] | None = None
+        self.sent: Future[bytes] | None = None
+        """The last question: it may be on its way."""
         self._task: asyncio.Task[None] | None = None
         self._timer = self._set()
         watch.result.add_done_callback(self._end)
-
-    async def stopped(self, stopped: bool) -> bool:
-        """To be awaited once the session is stopped: a probe that was on its way may have started it anew.
-
-        Whether it is stopped now, if it was ``stopped``.
-        """
-        if self._asking is None or self._asking.done():
-            return stopped
-        await asyncio.wait([self._asking], timeout=_LAST_WORD)
-        return await self._sessions.stop(self._session_id)
 
     def _set(self) -> asyncio.TimerHandle:
         # Sessions that were started together are not asked together.
@@ -58,22 +48,27 @@ class Probe:
 
     async def _ask(self) -> None:
         await self._sessions.may_probe()
-        # By itself: once it is sent, whoever stops the session has to know how it ended.
-        self._asking = asyncio.create_task(self._sessions.probe(self._session_id, self._body))
-        lost = _status(await asyncio.shield(self._asking)) == "unknown"
+        if self._watch.result.done():  # whoever stops the session may have looked at ``sent`` already
+            return
+        self.sent = self._sessions.probe(self._session_id, self._body)
+        try:
+            lost = _status(await asyncio.wrap_future(self.sent)) == "unknown"
+        except Exception as error:  # noqa: BLE001 - it is asked again
+            self._sessions.probe_failed(self._session_id, error)
+            lost = False
         # It may have ended just before it was asked.
         if lost and not await self._sweeper.look(self._watch) and self._watch.fault in (Fault.GONE, Fault.FORBIDDEN):
             text = (
-                f"session {self._session_id} has lost its rollout: the agent's process ended without a result, and its"
-                " log says why (no memory left? a crash?)"
+                f"session {self._session_id} has lost its rollout: the agent no longer runs it and has left no result;"
+                " its log says why (killed? no memory left? S3 refused the result?)"
             )
             settle(self._watch.result, InvocationError(text, session_id=self._session_id))
         else:
             self._timer = self._set()
 
 
-def _status(answer: bytes | None) -> Any:
+def _status(answer: bytes) -> Any:
     try:
-        return json.loads(answer or b"").get("status")
+        return json.loads(answer).get("status")
     except (ValueError, AttributeError):
         return None

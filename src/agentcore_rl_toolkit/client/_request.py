@@ -57,8 +57,9 @@ class Accepted(NamedTuple):
     probes: bool = False
 
 
-def read_answer(answer: bytes, session_id: str, body: bytes, default: tuple[str, str]) -> Accepted:
-    """What the session has accepted. ``body``: that of the request; ``default``: bucket and key, if it names none.
+def read_answer(answer: bytes, session_id: str, body: bytes, expected: Accepted) -> Accepted:
+    """What the session has accepted. ``body``: that of the request; ``expected``: where its result will be if it names
+    no other place.
 
     Raises ``RolloutRejected``; ``SetupError`` for what is no answer to a rollout.
     """
@@ -68,7 +69,7 @@ def read_answer(answer: bytes, session_id: str, body: bytes, default: tuple[str,
     except (ValueError, AttributeError):
         data, status = {}, None
     if status == "processing":
-        bucket, key = data.get("s3_bucket") or default[0], data.get("result_key") or default[1]
+        bucket, key = data.get("s3_bucket") or expected.bucket, data.get("result_key") or expected.key
         if isinstance(bucket, str) and isinstance(key, str):
             return Accepted(bucket, key, data.get("probes") is True)
     if status == "rejected":

@@ -29,12 +29,14 @@ Call = Callable[[str, bytes], bytes]
 """A request to a session, with a body; the body of the answer."""
 
 # An invoke takes as long as the session's start. This many may be on their way; AWS lets 400 sessions a minute start.
-_INVOKES, _STOPS, _PROBES = 256, 64, 16
+_INVOKES, _STOPS, _PROBES = 256, 64, 64
 _STOPS_AT_EXIT = 8
 MOST_CALLS = _INVOKES + _STOPS + _PROBES
 _STOP_TRIES = 6
 _CANCEL_SECONDS = 15.0
-_LAST_WORD = 10.0  # seconds for an invoke that can't be called back
+_LAST_WORD = 10.0  # seconds for a request that can't be called back
+
+_NOT_CALLED_BACK = "a request to it was on its way and could not be called back"
 
 _NOT_NOW = frozenset({Fault.THROTTLED, Fault.NO_CAPACITY, Fault.IN_TRANSITION})
 """Sent again until the rollout's time is over; the other faults that are sent again count as failures."""
@@ -173,17 +175,17 @@ class Sessions:
     # -- while it runs -------------------------------------------------------------------------------------
 
     async def may_probe(self) -> None:
-        """Wait until a probe may be sent: behind everything else that wants to be."""
+        """Wait until nobody else has anything to send."""
         await self._limiter.turn(new_session=False, priority=LAST)
 
-    async def probe(self, session_id: str, body: bytes) -> bytes | None:
-        """InvokeAgentRuntime, once: the body of the answer; None for any error, which says nothing of the agent."""
-        try:
-            return await self._probes.run(functools.partial(self._runtime.invoke, session_id, body))
-        except Exception as error:  # noqa: BLE001 - it comes again
-            self._hold_back(self._fault(error), new_session=False, seconds=0.0)
-            logger.info("probe of session %s: %s", session_id, error)
-            return None
+    def probe(self, session_id: str, body: bytes) -> Future[bytes]:
+        """InvokeAgentRuntime, once: the body of the answer."""
+        return self._probes.submit(functools.partial(self._runtime.invoke, session_id, body))
+
+    def probe_failed(self, session_id: str, error: Exception) -> None:
+        """It says nothing of the agent, but perhaps of the rate."""
+        self._hold_back(self._fault(error), new_session=False, seconds=0.0)
+        logger.info("probe of session %s: %s", session_id, error)
 
     # -- the end of a session ------------------------------------------------------------------------------
 
@@ -198,18 +200,28 @@ class Sessions:
         except Exception as error:  # noqa: BLE001 - the stop that follows ends it anyway
             logger.info("the agent of session %s was not cancelled: %s", session_id, error)
 
-    async def stop(self, session_id: str) -> bool:
+    async def stop(self, session_id: str, sent: Future[bytes] | None = None) -> bool:
         """End a session, and say whether it has ended. Never raises: an unstopped session ends by its own limits.
 
-        Whoever asks again while it is being stopped waits for the same call. Cancelled, it is stopped all the same.
+        ``sent``: a request to it that may be on its way, and would start it anew. Whoever asks again while it is being
+        stopped waits for the same call. Cancelled, it is stopped all the same.
         """
         task = self._stopping.get(session_id)
         if task is None:
-            task = self._stopping[session_id] = asyncio.ensure_future(self._stop(session_id))
+            task = self._stopping[session_id] = asyncio.ensure_future(self._stop(session_id, sent))
             task.add_done_callback(lambda _: self._stopping.pop(session_id, None))
         return await to_the_end(task)
 
-    async def _stop(self, session_id: str) -> bool:
+    async def _stop(self, session_id: str, sent: Future[bytes] | None) -> bool:
+        on_its_way = sent is not None and not sent.cancel() and not sent.done()
+        stopped = await self._stop_call(session_id) in (None, Fault.GONE)
+        if sent is None or not on_its_way:
+            return stopped
+        await asyncio.wait([answer := asyncio.wrap_future(sent)], timeout=_LAST_WORD)
+        if not answer.done():
+            self._give_up(session_id, _NOT_CALLED_BACK)
+            return False
+        answer.exception()  # whatever it is: it has been seen
         return await self._stop_call(session_id) in (None, Fault.GONE)
 
     async def _stop_call(self, session_id: str) -> Fault | None:
@@ -245,7 +257,7 @@ class Sessions:
         answer = asyncio.wrap_future(sent)  # the stop overtook it
         done, _ = await asyncio.wait([answer], timeout=_LAST_WORD)
         if not done:
-            self._give_up(start.session_id, "its invoke was on its way and could not be called back")
+            self._give_up(start.session_id, _NOT_CALLED_BACK)
         elif _may_have_started(answer.exception()):
             await self._stop_call(start.session_id)
 

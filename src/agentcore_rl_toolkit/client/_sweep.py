@@ -126,7 +126,7 @@ class Sweeper:
     def hint(self, key: str) -> None:
         """The result is said to be there. By an agent, which may say so wrongly, and a thousand times."""
         watch, now = self._watches.get(key), time.monotonic()
-        if watch is not None and now - watch.hinted >= _HINTS_APART:
+        if watch is not None and watch.calls < _AT_ONCE and now - watch.hinted >= _HINTS_APART:
             watch.hinted = now
             self._fetch(watch, hinted=True)
 
@@ -274,6 +274,7 @@ class Sweeper:
         return False
 
     def _corrupt(self, watch: Watch, error: Exception) -> None:
+        watch.fault = None  # something is there
         watch.corrupt += 1
         self._fetch_again(watch, pause(watch.corrupt, first=0.25))
         if watch.corrupt >= _CORRUPT:

@@ -54,6 +54,7 @@ class Threads:
 
     def prepare(self, count: int) -> None:
         """Have ``count`` threads now: from Python 3.12 on none can be started any more when the interpreter ends."""
+        self.check()
         with self._lock:
             self._start(count)
 
