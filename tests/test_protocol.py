@@ -72,7 +72,7 @@ def test_a_large_value_is_encoded_to_the_same_text(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "large", [{"messages": [{"content": "some\n text " * 200}] * 6000}, [0.1 + i for i in range(200_000)]]
+    "large", [{"messages": [{"content": "some\n text " * 200}] * 30_000}, [0.1 + i for i in range(1_000_000)]]
 )
 def test_a_large_value_does_not_keep_other_threads_waiting(large: Any) -> None:
     """As one call of ``json.dumps`` does, until its end."""

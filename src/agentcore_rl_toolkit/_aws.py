@@ -116,7 +116,7 @@ class SignedHttp:
         signer(self._credentials.get_frozen_credentials(), service, region).add_auth(request)
         answer = self._http.send(request.prepare())
         announced, content = answer.headers.get("Content-Length"), answer.content
-        if announced is not None and int(announced) != len(content):
+        if announced is not None and announced != str(len(content)):
             raise BrokenOff(f"{len(content)} of {announced} bytes came")
         return Answer(answer.status_code, answer.headers, content)
 

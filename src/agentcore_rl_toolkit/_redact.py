@@ -41,7 +41,7 @@ _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{4,}", re.IGNORECASE
 _AWS_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b")
 
 # pydantic, reprlib and many a log line shorten what they quote: 'sk-live-abcd...wxyz', 'sk-live-ab'..., sk-live- [...]
-_ELLIPSES = "...", "…", "\\u2026"
+_ELLIPSES = "...", "…", "\\u2026"  # `in` is ten times as quick as a search
 _ELLIPSIS = re.compile(r"\.\.\.+|…|\\u2026")
 _MIN_SHORTENED, _MIN_PART = 16, 8  # characters: of a secret whose parts are masked too, and of such a part
 _GAP = 3  # characters between a part and the ellipsis at most: a quote, a space, a bracket

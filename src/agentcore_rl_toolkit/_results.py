@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ._aws import Storage
+from ._aws import ServiceError, Storage
+from ._faults import Fault, fault_of, pause
 
 __all__ = ["ResultLost", "ResultStore"]
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DELAY, _MAX_DELAY = 0.2, 20.0  # seconds between tries
 _LOOK_SECONDS = 10.0
 """A look at an earlier result that S3 will not answer may not hold up the agent for longer."""
 _WRITE_SECONDS = 3600.0
 """How long a write is tried: an outage of S3 or of a credentials provider ends sooner."""
-_REFUSED_SECONDS = 60.0
-"""How long a permission that is missing may still be on its way: IAM takes seconds to spread a new policy."""
+# A wrong setting of this process stays wrong; a permission may be on its way: IAM takes seconds to spread a new policy.
+_PATIENCE = {Fault.SETUP: 0.0, Fault.FORBIDDEN: 60.0}
+"""Seconds for which a write is tried that fails like this."""
 _LOOKS, _PUTS = 4, 16
 """Calls in flight at once. More threads at work would only take the interpreter from /ping."""
-
-_HOPELESS = frozenset({"NoSuchBucket", "InvalidBucketName", "EntityTooLarge", "KeyTooLongError", "NotImplemented"})
-_WRONG_SETTING = frozenset({"ParamValidationError", "ProfileNotFound", "InvalidRegionError", "ConfigParseError"})
-_CREDENTIALS = frozenset(
-    {
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "InvalidToken",
-        "InvalidAccessKeyId",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-        "RequestTimeTooSkewed",
-    }
-)
 
 
 class ResultLost(Exception):
@@ -65,16 +49,17 @@ class ResultStore:
                 with self._looks:
                     exists = storage.exists(bucket, key)
             except Exception as error:
-                if _patience(error) == 0.0:
+                fault = fault_of(error)
+                if fault is Fault.SETUP:
                     raise ResultLost(f"not run, its result could not be written: {_advice(error, bucket)}") from error
-                if _refused(error):
+                if fault is Fault.FORBIDDEN:
                     return True
-                self._renew(storage, error)
+                self._renew(storage, fault)
                 tries += 1
                 if time.monotonic() > deadline:
                     logger.warning("rollout %s: could not look for an earlier result: %s", key, error)
                     return True  # should there be one, it is not overwritten
-                time.sleep(_delay(tries))
+                time.sleep(pause(tries, first=0.2))
                 continue
             if exists:
                 logger.info("rollout %s: its result exists already; not run again", key)
@@ -94,18 +79,18 @@ class ResultStore:
                 with self._puts:
                     storage.put(bucket, key, body, "application/json")
             except Exception as error:
-                # Also the answer to a retry of a write whose own answer was lost.
-                if getattr(error, "status", None) == 412:
+                if isinstance(error, ServiceError) and error.status == 412:
+                    # Also the answer to a retry of a write whose own answer was lost.
                     logger.info("rollout %s: a result was written already; it stays", key)
                     return
-                self._renew(storage, error)
+                fault, advice = fault_of(error), _advice(error, bucket)
+                self._renew(storage, fault)
                 tries += 1
-                advice = _advice(error, bucket)
-                if time.monotonic() - began > _patience(error):
+                if time.monotonic() - began > _PATIENCE.get(fault, _WRITE_SECONDS):
                     raise ResultLost(f"result lost, s3://{bucket}/{key}: {advice}") from error
                 level = logging.WARNING if tries == 3 else logging.INFO
                 logger.log(level, "rollout %s: write %d failed, trying on: %s", key, tries, advice)
-                time.sleep(_delay(tries))
+                time.sleep(pause(tries, first=0.2))
                 continue
             logger.info("rollout %s: result written (%d bytes)", key, len(body))
             return
@@ -113,43 +98,21 @@ class ResultStore:
     def _connected(self) -> Storage:
         with self._lock:
             if self._storage is None:
-                from ._aws import Storage  # late: it imports botocore, and that takes a while
-
                 # A session of its own: a new one reads the credentials anew, see _renew.
                 self._storage = Storage(connections=_LOOKS + _PUTS)
             return self._storage
 
-    def _renew(self, storage: Storage | None, error: Exception) -> None:
+    def _renew(self, storage: Storage | None, fault: Fault) -> None:
         """Forget a storage whose credentials were refused or could not be had: the next one looks for new ones."""
-        if _code(error) in _CREDENTIALS or "Credential" in type(error).__name__:
+        if fault is Fault.CREDENTIALS:
             with self._lock:
                 if self._storage is storage:  # another thread may have made a new one since
                     self._storage = None
 
 
-def _code(error: Exception) -> str:
-    return str(getattr(error, "code", ""))  # of a ServiceError
-
-
-def _refused(error: Exception) -> bool:
-    return getattr(error, "status", None) == 403 and _code(error) not in _CREDENTIALS
-
-
-def _patience(error: Exception) -> float:
-    """Seconds for which a write that fails like this is tried again."""
-    # A wrong setting of this process (endpoint, profile, region) stays wrong.
-    if _code(error) in _HOPELESS or type(error).__name__ in _WRONG_SETTING or isinstance(error, ValueError):
-        return 0.0
-    return _REFUSED_SECONDS if _refused(error) else _WRITE_SECONDS
-
-
-def _delay(tries: int) -> float:
-    return min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(tries - 1, 10)) * random.uniform(0.5, 1.0)
-
-
 def _advice(error: Exception, bucket: str) -> str:
-    if _code(error) == "NoSuchBucket":
+    if isinstance(error, ServiceError) and error.code == "NoSuchBucket":
         return f"bucket {bucket!r} does not exist. Create it, or correct s3_bucket where the rollout was started"
-    if _refused(error):
+    if fault_of(error) is Fault.FORBIDDEN:
         return f"{error}. Allow s3:PutObject on this bucket to the agent's execution role"
     return f"{type(error).__name__}: {error}"

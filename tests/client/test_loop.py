@@ -15,7 +15,7 @@ import pytest
 
 from agentcore_rl_toolkit import RolloutClient
 from agentcore_rl_toolkit.client._loop import _Job, run_sync
-from agentcore_rl_toolkit.client._sessions import pause
+from agentcore_rl_toolkit._faults import pause
 from agentcore_rl_toolkit.client._threads import Threads
 
 from .conftest import World

@@ -7,8 +7,18 @@ import atexit
 import os
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Outcome, RolloutCancelled, RolloutError, SetupError
@@ -64,10 +74,7 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """The arguments of ``RolloutClient.run_batch``, checked.
-
-    ``skip``: index and sample of rollouts that are left out, because somebody else has kept their items.
-    """
+    """The arguments of ``RolloutClient.run_batch``, checked. ``skip``: see :meth:`BatchResult.without`."""
 
     payloads: Iterable[Mapping[str, Any]]
     max_concurrent: int
@@ -96,7 +103,7 @@ class BatchSettings:
     @property
     def total(self) -> int | None:
         """Rollouts, if that can be known."""
-        return len(self.payloads) * self.samples if isinstance(self.payloads, Sized) else None
+        return len(self.payloads) * self.samples - len(self.skip) if isinstance(self.payloads, Sized) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,10 @@ class BatchResult:
 
     def __init__(self, client: RolloutClient, settings: BatchSettings) -> None:
         self.client, self.settings = client, settings
+
+    def without(self, kept: Collection[tuple[int, int]]) -> BatchResult:
+        """The same, but for the rollouts of these payloads and samples: somebody else has kept their items."""
+        return BatchResult(self.client, replace(self.settings, skip=frozenset(kept)))
 
     def __iter__(self) -> Generator[BatchItem, None, None]:
         batch = run_sync(_Batch.open(self.client, self.settings), _Batch.close)
@@ -219,8 +230,6 @@ class _Batch:
         """One rollout, from its invoke until its session is stopped: only then is its place free."""
         input_id = make_input_id(self._run, job.index, job.sample)
         past = await self._past(input_id, job)
-        if past.outcome is not None and not past.final:  # lost, or stopped: its session can't be used again
-            past = Past(past.payload, past.attempt + 1)
         order = Order(
             job.payload,
             make_session_id(self._run, input_id, past.attempt),

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .._arn import parse_arn
 from .._aws import Storage
+from .._faults import Fault, pause
 from .._redact import Redactor, find_secrets
 from ..errors import InvocationError, RolloutTimeout, SetupError
 from ..protocol import PROBE_FIELD, result_key
 from ._a2a import A2ARuntime, parse_card
 from ._batch import BatchResult, BatchSettings, Priority, close_batches
-from ._faults import Fault
 from ._future import RolloutFuture
 from ._limits import Rates, shared_limiter
 from ._loop import run_async, run_sync, soon
@@ -27,7 +27,7 @@ from ._one import Order
 from ._probe import Probe
 from ._request import Accepted, check_session_id, encode, read_answer
 from ._runtime import Runtime
-from ._sessions import MOST_CALLS, Sessions, Start, pause
+from ._sessions import MOST_CALLS, Sessions, Start
 from ._sweep import Pace, Sweeper, Watch
 from ._threads import Threads
 

@@ -9,10 +9,10 @@ from collections.abc import Generator
 from typing import Any
 
 from ..errors import RolloutCancelled, RolloutTimeout
-from ._loop import run_async, run_sync, soon
+from ._loop import run_async, run_sync, soon, to_the_end
 from ._probe import Probe
-from ._sessions import Sessions, to_the_end
-from ._sweep import Sweeper, Watch, settle
+from ._sessions import Sessions
+from ._sweep import Sweeper, Watch
 
 __all__ = ["RolloutFuture"]
 
@@ -117,6 +117,18 @@ class RolloutFuture:
 
     # -- on the background loop --
 
+    def _timings(self, began: float) -> dict[str, float]:
+        """``BatchItem.timings`` of a rollout that has ended, and was wanted since ``began``."""
+        ended = self._clock.ended()
+        seen = min(self._watch.seen or ended, ended)
+        accepted = min(self._accepted, seen)
+        return {
+            "queued": self._clock.started - began,
+            "started": accepted - self._clock.started,
+            "running": seen - accepted,
+            "fetched": ended - seen,
+        }
+
     async def _finish(self, timeout: float | None) -> dict[str, Any]:
         self._sessions.check()
         try:
@@ -132,19 +144,19 @@ class RolloutFuture:
             if not self._result.done():
                 await asyncio.wait([asyncio.ensure_future(self._sweeper.look(self._watch))], timeout=_LAST_LOOK)
         except asyncio.CancelledError:
-            settle(self._result, self._was_cancelled())
+            self._watch.fail(self._was_cancelled())
             raise
         if not self._result.done():
             text = (
                 f"session {self.session_id} has no result after {self.elapsed():.1f} s; its log says what it was doing"
             )
-            settle(self._result, RolloutTimeout(text, session_id=self.session_id))
+            self._watch.fail(RolloutTimeout(text, session_id=self.session_id))
         return self._result.result()
 
     async def _cancel(self) -> bool:
         self._sessions.check()
         runs = not self._result.done()
-        settle(self._result, self._was_cancelled())
+        self._watch.fail(self._was_cancelled())
         if runs:
             await self._sessions.cancel(self.session_id)
         stopped = await self._stop()

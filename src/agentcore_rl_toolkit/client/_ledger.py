@@ -101,7 +101,10 @@ class Ledger:
         return str(run)
 
     def past(self, input_id: str, payload: Mapping[str, Any]) -> Past:
-        """What is known of this rollout. Raises ``SetupError`` if its payload was another."""
+        """What is known of this rollout; of one that was lost or stopped, that it is to be another attempt.
+
+        Raises ``SetupError`` if its payload was another.
+        """
         try:
             digest = sha256(dumps(payload, "payload").encode()).hexdigest()[:16]
         except ContractError:  # it will be rejected, each time
@@ -114,6 +117,8 @@ class Ledger:
                 f"run_dir has another payload for {input_id}: the payloads have changed since; choose another run_dir,"
                 " or put them back"
             )
+        if past.outcome is not None and not past.final:  # its session can't be used again
+            return Past(digest, past.attempt + 1)
         return past
 
     def write(self, input_id: str, past: Past) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import itertools
 import math
+import os
 import threading
 import time
 import weakref
@@ -188,8 +189,11 @@ def shared_limiter(endpoint: str, arn: str) -> Limiter:
         return limiter
 
 
-def forget_limiters() -> None:
-    """In a forked child: the timers of these are the parent's."""
+def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
-    _shared.clear()
+    _shared.clear()  # their timers are the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -13,9 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from ._limits import forget_limiters
-
-__all__ = ["on_the_loop", "run_async", "run_sync", "soon", "start"]
+__all__ = ["on_the_loop", "run_async", "run_sync", "soon", "start", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -37,7 +35,6 @@ def _background() -> asyncio.AbstractEventLoop:
 def _after_fork() -> None:
     global _loop, _lock
     _loop, _lock = None, threading.Lock()  # the thread stayed in the parent
-    forget_limiters()
 
 
 if hasattr(os, "register_at_fork"):
@@ -125,3 +122,13 @@ def soon(callback: Callable[[], object]) -> None:
     """Call ``callback`` on the loop, and don't wait; nothing happens if the loop is gone."""
     if _loop is not None and not _loop.is_closed():
         _loop.call_soon_threadsafe(callback)
+
+
+async def to_the_end(task: asyncio.Task[T]) -> T:
+    """The task's value. Cancelled, it is waited for all the same: it is somebody's cleaning up."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await asyncio.wait([task])
+        raise

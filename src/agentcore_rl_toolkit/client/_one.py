@@ -88,7 +88,7 @@ async def run_one(client: RolloutClient, order: Order) -> Ended:
         ended = Ended(Outcome.RUNTIME_FAILED, error=f"{type(error).__name__}: {error}")
     if future is not None:
         ended._stopping = asyncio.ensure_future(future._stop())
-        ended.elapsed, ended.timings = future.elapsed(), _timings(began, future)
+        ended.elapsed, ended.timings = future.elapsed(), future._timings(began)
     elif order.start and order.start.sent:
         ended.elapsed = time.monotonic() - order.start.sent
         ended.timings = {"queued": order.start.sent - began, "started": ended.elapsed}
@@ -109,15 +109,3 @@ def judge(result: dict[str, Any]) -> Ended:
         return Ended(outcome, result)
     reason = result.get("stop_reason") or f"the agent answered status {result.get('status_code')}"
     return Ended(outcome, result, str(reason))
-
-
-def _timings(began: float, future: RolloutFuture) -> dict[str, float]:
-    started, ended = future._clock.started, future._clock.ended()
-    seen = min(future._watch.seen or ended, ended)
-    accepted = min(future._accepted, seen)
-    return {
-        "queued": started - began,
-        "started": accepted - started,
-        "running": seen - accepted,
-        "fetched": ended - seen,
-    }

@@ -12,10 +12,10 @@ import random
 from concurrent.futures import Future
 from typing import Any
 
+from .._faults import Fault
 from ..errors import InvocationError
-from ._faults import Fault
 from ._sessions import Sessions
-from ._sweep import Sweeper, Watch, settle
+from ._sweep import Sweeper, Watch
 
 __all__ = ["Probe"]
 
@@ -62,7 +62,7 @@ class Probe:
                 f"session {self._session_id} has lost its rollout: the agent no longer runs it and has left no result;"
                 " its log says why (killed? no memory left? S3 refused the result?)"
             )
-            settle(self._watch.result, InvocationError(text, session_id=self._session_id))
+            self._watch.fail(InvocationError(text, session_id=self._session_id))
         else:
             self._timer = self._set()
 

@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
 
 from .._aws import ServiceError
+from .._faults import NEEDS_SETUP, Fault, fault_of, pause, setup_error
 from ..errors import InvocationError, SetupError
-from ._faults import Fault, fault_of, setup_error
 from ._limits import FIRST, LAST, Limiter
+from ._loop import to_the_end
 from ._request import masked
 from ._runtime import Runtime
 from ._threads import Threads
 
-__all__ = ["MOST_CALLS", "Sessions", "Start", "pause", "to_the_end"]
+__all__ = ["MOST_CALLS", "Sessions", "Start"]
 
 logger = logging.getLogger("agentcore_rl_toolkit.client")
 
-T = TypeVar("T")
 Call = Callable[[str, bytes], bytes]
 """A request to a session, with a body; the body of the answer."""
 
@@ -42,7 +40,7 @@ _NOT_NOW = frozenset({Fault.THROTTLED, Fault.NO_CAPACITY, Fault.IN_TRANSITION})
 """Sent again until the rollout's time is over; the other faults that are sent again count as failures."""
 _AGAIN = frozenset({Fault.COLD, Fault.SERVER, Fault.UNREACHED, Fault.UNANSWERED})
 _MAY_HAVE_STARTED = frozenset({Fault.COLD, Fault.SERVER, Fault.UNANSWERED, Fault.IN_TRANSITION})
-_SETUP = frozenset({Fault.SETUP, Fault.FORBIDDEN, Fault.GONE})
+_SETUP = NEEDS_SETUP | {Fault.FORBIDDEN, Fault.GONE}
 
 
 @dataclass(slots=True)
@@ -291,18 +289,3 @@ def _without_secrets(send: Call, session_id: str, body: bytes) -> bytes:
 def _may_have_started(error: BaseException | None) -> bool:
     """Whether an invoke that ended like this may have left a session."""
     return error is None or fault_of(error) in _MAY_HAVE_STARTED
-
-
-def pause(attempt: int, first: float = 0.5, longest: float = 20.0) -> float:
-    """Seconds before retry ``attempt`` (1, 2, …): exponential, with jitter so that many don't come back together."""
-    return min(longest, first * 2.0 ** min(attempt - 1, 30)) * random.uniform(0.5, 1.0)
-
-
-async def to_the_end(task: asyncio.Task[T]) -> T:
-    """The task's value. Cancelled, it is waited for all the same: it is somebody's cleaning up."""
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        if not task.done():
-            await asyncio.wait([task])
-        raise

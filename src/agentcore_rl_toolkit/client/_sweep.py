@@ -19,9 +19,8 @@ from itertools import chain
 from typing import Any
 
 from .._aws import Page, Storage
+from .._faults import NEEDS_SETUP, Fault, fault_of, pause, setup_error
 from ..errors import InvocationError, RolloutCancelled
-from ._faults import Fault, fault_of, setup_error
-from ._sessions import pause
 from ._threads import Threads
 
 __all__ = ["Pace", "Sweeper", "Watch"]
@@ -78,6 +77,12 @@ class Watch:
     not_before: float = 0.0
     looked: int = 0
     """The sweep that looked for it last, by GET."""
+
+    def fail(self, error: Exception) -> None:
+        """There will be no result, unless there is one."""
+        if not self.result.done():
+            self.result.set_exception(error)
+            self.result.exception()  # it is told to whoever asks for the result, not to the loop's log
 
 
 class Sweeper:
@@ -137,7 +142,7 @@ class Sweeper:
     def close(self) -> None:
         """Nobody will get a result any more."""
         for watch in [*self._watches.values(), *chain.from_iterable(self._behind.values())]:
-            settle(watch.result, RolloutCancelled("the client was closed"))
+            watch.fail(RolloutCancelled("the client was closed"))
 
     # -- sweeping --------------------------------------------------------------------------------------------
 
@@ -219,7 +224,7 @@ class Sweeper:
                 if self._list_refusals >= _STRIKES:
                     self._may_list = False
                     self._warn_forbidden()
-            elif fault is Fault.SETUP:
+            elif fault in NEEDS_SETUP:
                 self._strike(error)
             return None
         self._list_refusals = 0
@@ -278,7 +283,7 @@ class Sweeper:
         watch.corrupt += 1
         self._fetch_again(watch, pause(watch.corrupt, first=0.25))
         if watch.corrupt >= _CORRUPT:
-            settle(watch.result, InvocationError(f"s3://{self._bucket}/{watch.key} is not a result: {error}"))
+            watch.fail(InvocationError(f"s3://{self._bucket}/{watch.key} is not a result: {error}"))
 
     def _missed(self, watch: Watch, error: Exception) -> None:
         fault = watch.fault = fault_of(error)
@@ -295,7 +300,7 @@ class Sweeper:
         watch.failures += 1
         self._fetch_again(watch, pause(watch.failures, first=0.25, longest=2.0))
         logger.info("could not look at s3://%s/%s: %s", self._bucket, watch.key, error)
-        if fault is Fault.SETUP:
+        if fault in NEEDS_SETUP:
             self._strike(error)
 
     def _setup_works(self) -> None:
@@ -308,7 +313,7 @@ class Sweeper:
         count = self._setup_strikes.add(self._number)
         if count >= _STRIKES and (not self._worked or self._setup_strikes.age >= _RENEWAL):
             for watch in list(self._watches.values()):
-                settle(watch.result, setup_error(error))
+                watch.fail(setup_error(error))
 
     def _warn_forbidden(self) -> None:
         if not self._warned:
@@ -355,9 +360,3 @@ def _read(body: bytes) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise ValueError("it is no JSON object")
     return result
-
-
-def settle(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # it is told to whoever asks for the result, not to the loop's log

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .._redact import Redactor
@@ -53,9 +52,8 @@ def evaluate(
     batch = client.run_batch(
         payloads, max_concurrent, timeout=timeout, samples=samples, run_dir=directory.path, progress=False
     )
-    ended = frozenset(key for key, sample in directory.samples.items() if not sample.lost)
-    batch.settings = replace(batch.settings, skip=ended)
-    with closing(iter(batch)) as items:
+    ended = {key for key, sample in directory.samples.items() if not sample.lost}
+    with closing(iter(batch.without(ended))) as items:
         for item in items:
             item.result, item.error = redactor.values(item.result), redactor.values(item.error)
             sample = judge(item, tasks[item.index])

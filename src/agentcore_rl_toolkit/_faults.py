@@ -1,15 +1,16 @@
-"""What an error of AWS means for the call that met it."""
+"""What an error of AWS means for the call that met it, and when to try again."""
 
 from __future__ import annotations
 
 import enum
+import random
 
 import botocore.exceptions as aws
 
-from .._aws import BrokenOff, ServiceError
-from ..errors import SetupError
+from ._aws import BrokenOff, ServiceError
+from .errors import SetupError
 
-__all__ = ["Fault", "fault_of", "setup_error"]
+__all__ = ["NEEDS_SETUP", "Fault", "fault_of", "pause", "setup_error"]
 
 
 class Fault(enum.Enum):
@@ -23,9 +24,13 @@ class Fault(enum.Enum):
     GONE = "what was asked for is not there"
     FORBIDDEN = "not allowed; in S3 also a missing key, for who may not list"
     SETUP = "wrong settings: every other call will fare the same"
+    CREDENTIALS = "missing, wrong, or expired: they may be renewed"
     INVALID = "wrong settings if it is the first call; else something about this one"
     REFUSED = "anything else"
 
+
+NEEDS_SETUP = frozenset({Fault.SETUP, Fault.CREDENTIALS})
+"""What somebody has to put right, if it lasts."""
 
 _BY_CODE = {
     "ThrottlingException": Fault.THROTTLED,
@@ -64,6 +69,7 @@ _ADVICE = {
     "ValidationException": "check agent_runtime_arn and the session id",
     "NoSuchBucket": "create the bucket, or correct s3_bucket",
     "InvalidBucketName": "correct s3_bucket",
+    "NotImplemented": "use an S3 that knows conditional writes (If-None-Match)",
     "ExpiredToken": _RENEW,
     "ExpiredTokenException": _RENEW,
     "TokenRefreshRequired": _RENEW,
@@ -82,7 +88,14 @@ _NO_CREDENTIALS = (
     aws.TokenRetrievalError,
     aws.SSOError,
 )
-_WRONG_SETTINGS = (aws.ParamValidationError, aws.InvalidRegionError, aws.ProfileNotFound, aws.UnknownEndpointError)
+_WRONG_SETTINGS = (
+    aws.ParamValidationError,
+    aws.InvalidRegionError,
+    aws.ProfileNotFound,
+    aws.ConfigParseError,
+    aws.UnknownEndpointError,
+    ValueError,  # botocore's, of an endpoint that is no URL
+)
 _NOT_SENT = (aws.EndpointConnectionError, aws.ConnectTimeoutError, aws.ProxyConnectionError)
 _NO_ANSWER = (aws.HTTPClientError, aws.ConnectionError, BrokenOff)
 
@@ -91,9 +104,11 @@ def fault_of(error: BaseException) -> Fault:
     if isinstance(error, ServiceError):
         known = _BY_CODE.get(error.code)
         if known is None and error.code in _ADVICE:
-            return Fault.SETUP
+            return Fault.CREDENTIALS if _ADVICE[error.code] in (_RENEW, _CHECK) else Fault.SETUP
         return known or _BY_STATUS.get(error.status) or (Fault.SERVER if error.status >= 500 else Fault.REFUSED)
-    if isinstance(error, (*_NO_CREDENTIALS, *_WRONG_SETTINGS)):
+    if isinstance(error, _NO_CREDENTIALS):
+        return Fault.CREDENTIALS
+    if isinstance(error, _WRONG_SETTINGS):
         return Fault.SETUP
     if isinstance(error, _NOT_SENT):
         return Fault.UNREACHED
@@ -111,3 +126,8 @@ def setup_error(error: BaseException) -> SetupError:
         return SetupError(str(error))
     advice = _ADVICE.get(error.code, _ALLOW if error.status in (401, 403) else "")
     return SetupError(f"{error}: {advice}" if advice else str(error))
+
+
+def pause(attempt: int, first: float = 0.5, longest: float = 20.0) -> float:
+    """Seconds before retry ``attempt`` (1, 2, …): exponential, with jitter so that many don't come back together."""
+    return min(longest, first * 2.0 ** min(attempt - 1, 30)) * random.uniform(0.5, 1.0)
