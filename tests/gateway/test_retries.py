@@ -187,12 +187,31 @@ async def test_a_key_is_of_one_prompt_and_one_number_of_answers():
         await ask.rows(4)
 
 
+@pytest.mark.parametrize("fails", [(), (0,)])
+async def test_a_retry_without_a_key_joins_the_samples_of_an_equal_request(fails):
+    backend = Held("one", "two", "three", "four", fails=fails)
+    async with asking(backend) as ask:
+        first = ask.start(None, n=2)
+        await backend.called(2)
+        again = ask.start(None, n=2, retry=True)
+        await asyncio.sleep(0.1)
+        assert len(backend.calls) == 2
+        backend.release()
+        if fails:
+            with pytest.raises(openai.InternalServerError):
+                await first
+            assert sorted((await again).split()) == ["four", "three"]
+        else:
+            assert await again == await first
+            assert len(backend.calls) == 2
+        await ask.rows(2)
+
+
 async def test_keys_are_kept_in_bounded_number(monkeypatch):
     monkeypatch.setattr(sessions, "_KEYS", 3)
     backend = ScriptedBackend(encode(f"{i}<|im_end|>") for i in range(100))
     async with asking(backend) as ask:
         for number in range(5):
             assert await ask(f"key-{number}") == str(number)
-        assert len(ask.session.keyed) == 3
         assert await ask("key-2") == "2"
-        assert await ask("key-0") == "5", "forgotten: a sample"
+        assert await ask("key-1") == "5", "forgotten: a sample"

@@ -182,23 +182,21 @@ class RolloutGateway:
         if on_prompt:
             prompt.tell_length(on_prompt)
         _check_budget(session, request.n)
-        session.sampling += request.n
-        answers = session.expect(idempotency_key, prompt.place.key, request.n)
         cut: Status | None = Status.ABORTED
         try:
-            if request.n == 1:
-                turns = [await self._take_turn(session, prompt, 0, call_ids[0], on_deltas)]
-            else:
-                turns = await self._take_several(session, prompt, call_ids, on_deltas)
+            with session.answering(idempotency_key, prompt.place.key, request.n) as answers:
+                async with session.time_left():
+                    if request.n == 1:
+                        turns = [await self._answers.sample(session, prompt, 0, call_ids[0], on_deltas)]
+                    else:
+                        turns = await self._take_several(session, prompt, call_ids, on_deltas)
+                answers.set_result(turns)
             cut = None
-            answers.set_result(turns)
             return turns
         except GatewayError as error:
             cut = Status.FAILED if error.status >= 500 else None
             raise
         finally:
-            answers.cancel()  # no effect once it has a result
-            session.sampling -= request.n
             if prompt.parent is not None:
                 prompt.parent.cut = cut
 
@@ -207,7 +205,9 @@ class RolloutGateway:
     ) -> list[Turn]:
         tasks = [
             asyncio.ensure_future(
-                self._take_turn(session, replace(prompt, ids=list(prompt.ids)), choice, call_ids[choice], on_deltas)
+                self._answers.sample(
+                    session, replace(prompt, ids=list(prompt.ids)), choice, call_ids[choice], on_deltas
+                )
             )
             for choice in range(prompt.request.n)
         ]
@@ -227,23 +227,6 @@ class RolloutGateway:
                 session.tree.built_on(turn.parent)
         return turns
 
-    async def _take_turn(
-        self, session: Session, prompt: Prompt, choice: int, call_ids: CallIdBook, on_deltas: OnDeltas | None
-    ) -> Turn:
-        key = prompt.place.key
-        answered: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        if prompt.request.n == 1:  # one of several may be taken back
-            session.in_flight[key] = answered
-        try:
-            async with session.time_left():
-                turn = await self._answers.sample(session, prompt, choice, call_ids, on_deltas)
-            answered.set_result(turn)
-            return turn
-        finally:
-            answered.cancel()  # no effect once it has a result
-            if session.in_flight.get(key) is answered:
-                del session.in_flight[key]
-
     async def window(self, session: Session) -> int | None:
         """How many tokens a prompt and its answer may have: the session's limit, else the engine's if it tells."""
         return await self._answers.window(session) or None
@@ -258,18 +241,18 @@ class RolloutGateway:
 
 async def _earlier_answers(session: Session, prompt: Prompt, retry: bool, idempotency_key: str | None) -> list[Turn]:
     """What this very request was answered before, or is being answered; empty where it was not."""
-    n = prompt.request.n
-    while idempotency_key is not None and (same := session.keyed.get((idempotency_key, prompt.place.key, n))):
+    key, n = prompt.place.key, prompt.request.n
+    while idempotency_key is not None and (same := session.keyed.get((idempotency_key, key, n))):
         if same.done():
             return [] if same.cancelled() else same.result()
         await asyncio.wait([same])
     if not retry:
         return []
-    if n == 1 and (running := session.in_flight.get(prompt.place.key)):
+    if running := session.in_flight.get((key, n)):
         await asyncio.wait([running])
-        if not running.cancelled() and running.exception() is None:
-            return [running.result()]
-    found = session.tree.siblings(prompt.place.key, prompt.parent)
+        if not running.cancelled():
+            return running.result()
+    found = session.tree.siblings(key, prompt.parent)
     found = [turn for turn in found if (turn.choice is None) == (n == 1)]
     return sorted(found[-n:], key=lambda turn: turn.choice or 0) if len(found) >= n else []
 

@@ -9,8 +9,8 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,14 @@ from .traces import TokenTree, Turn
 MIN_OWN_KEY = 20
 """A caller-chosen id is its own key, so it must not be guessable."""
 _REMEMBERED = 10_000
+"""Ended sessions whose id was chosen by the caller."""
 _MAC_CHARS = 32
 _WARNINGS = 100
+"""Things a session warns of; a client can make up new ones for ever."""
 _RESPONSES = 256
+"""Answers of a session that a request may name as its beginning: the last ones."""
 _KEYS = 1000
+"""Requests of a session whose idempotency keys are known: the last ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +60,8 @@ class Session:
     sampled_tokens: int = 0
     sampling: int = 0
     """Answers being sampled now."""
-    in_flight: dict[bytes, asyncio.Future[Turn]] = field(default_factory=dict, repr=False)
-    """Answers being sampled, by the key of their prompt: what a retry may join."""
+    in_flight: dict[tuple[bytes, int], asyncio.Future[list[Turn]]] = field(default_factory=dict, repr=False)
+    """Answers being sampled, the latest by the key of their prompt and their number: what a retry may join."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     """Requests being served, until their last byte is written."""
     warned: set[str] = field(default_factory=set, repr=False)
@@ -67,6 +71,18 @@ class Session:
     keyed: dict[tuple[str, bytes, int], asyncio.Future[list[Turn]]] = field(default_factory=dict, repr=False)
     """Answers to the last requests with an idempotency key, oldest first, by that key, the prompt's and their number;
     cancelled where a request came to nothing."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_context_tokens", 0),
+            ("min_response_tokens", 1),
+            ("max_turns", 1),
+            ("max_total_tokens", 1),
+            ("deadline", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name}: {least} or more is required, got {value!r}")
 
     @asynccontextmanager
     async def time_left(self) -> AsyncIterator[None]:
@@ -84,7 +100,7 @@ class Session:
             ) from None
 
     def expect(self, idempotency_key: str | None, prompt_key: bytes, n: int) -> asyncio.Future[list[Turn]]:
-        """Where a request is to put its answers, for a retry that comes with the same idempotency key."""
+        """Where to put the answers of a request, for a retry that comes with the same idempotency key."""
         answers: asyncio.Future[list[Turn]] = asyncio.get_running_loop().create_future()
         if idempotency_key is not None:
             self.keyed.pop((idempotency_key, prompt_key, n), None)
@@ -93,17 +109,18 @@ class Session:
                 del self.keyed[next(iter(self.keyed))]
         return answers
 
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("max_context_tokens", 0),
-            ("min_response_tokens", 1),
-            ("max_turns", 1),
-            ("max_total_tokens", 1),
-            ("deadline", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name}: {least} or more is required, got {value!r}")
+    @contextmanager
+    def answering(self, idempotency_key: str | None, prompt_key: bytes, n: int) -> Iterator[asyncio.Future[list[Turn]]]:
+        """Within, answers are sampled: the same, and any retry may join them. Cancelled where none were put."""
+        answers = self.in_flight[prompt_key, n] = self.expect(idempotency_key, prompt_key, n)
+        self.sampling += n
+        try:
+            yield answers
+        finally:
+            self.sampling -= n
+            answers.cancel()  # no effect once it has a result
+            if self.in_flight.get((prompt_key, n)) is answers:
+                del self.in_flight[prompt_key, n]
 
     def remember(self, answer_id: str, items: list[Any]) -> None:
         """Keep the items that an answer ends, for :meth:`recall`."""
