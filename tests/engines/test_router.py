@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 
 import pytest
 
@@ -38,6 +38,14 @@ async def replicas(*servers, **options):
         await router.aclose()
         for server in servers:
             await server.stop()
+
+
+@contextmanager
+def busy(replica):
+    """Within, new sessions go to the others."""
+    replica.running += 10
+    yield
+    replica.running -= 10
 
 
 async def test_a_router_is_an_engine():
@@ -136,9 +144,9 @@ async def test_a_replica_that_alone_refuses_everything_rests_until_it_serves_aga
 
     async with replicas(sick, well, cooldown=0.2, max_refusals=3, on_return=load) as router:
         home = router.replicas[0]
-        for i in range(4):
-            await router.generate(**request(f"s{i}"))
-            router._homes[f"s{i}"] = home
+        with busy(router.replicas[1]):
+            for i in range(4):
+                await router.generate(**request(f"s{i}"))
         sick.broken = status
         sick.requests.clear()
         for i in range(2):
@@ -171,9 +179,10 @@ async def test_requests_that_nobody_answers_rest_no_replica_however_many_they_ar
                 await router.generate(prompt_ids=[1] * 5000, sampling_params={"max_tokens": 2}, session_id=f"s{i % 2}")
         assert [replica.failures for replica in router.replicas] == [0, 0]
         assert sum(len(server.requests) for server in servers) < 2 * 12, "every one of them was sent twice"
-        homes = {name: router._homes[name] for name in ("s0", "s1")}
-        await asyncio.gather(*(router.generate(**request(name)) for name in homes))
-        assert {name: router._homes[name] for name in homes} == homes
+        for server in servers:
+            server.requests.clear()
+        await asyncio.gather(*(router.generate(**request(f"s{i}")) for i in range(2)))
+        assert [len(server.requests) for server in servers] == [2, 0], "a session moved"
 
 
 @pytest.mark.parametrize("fault", ["nan", "error_event"])
@@ -183,9 +192,8 @@ async def test_a_replica_that_breaks_one_answer_after_the_other_off_rests(fault)
         home = router.replicas[0]
         sick.faults = {fault}
         for i in range(3):
-            router._homes[f"s{i}"] = home
             assert home.failures == 0
-            with pytest.raises(EngineError):
+            with busy(router.replicas[1]), pytest.raises(EngineError):
                 await router.generate(**request(f"s{i}", 30))
         assert (home.failures, len(well.requests)) == (1, 0), "an answer that had begun was sampled twice"
         assert (await router.generate(**request("s0", 30))).output_ids == answer(PROMPT)[:30]
@@ -201,10 +209,10 @@ async def test_the_last_replica_that_is_trusted_does_not_rest():
                 await router.generate(**request(f"s{i}"))
         assert [replica.failures for replica in router.replicas] == [0, 0]
         servers[1].broken = 0
-        router._homes["mine"] = router.replicas[1]
-        await router.generate(**request("mine"))
-        router._homes["mine"] = router.replicas[0]
-        await router.generate(**request("mine"))
+        with busy(router.replicas[0]):
+            await router.generate(**request("well"))
+        with busy(router.replicas[1]):
+            await router.generate(**request("sick"))
         assert [replica.failures for replica in router.replicas] == [1, 0]
 
 
@@ -249,10 +257,10 @@ async def test_the_rest_grows_with_every_failure_and_ends_with_success():
     async with replicas(first, second, cooldown=0.05, max_cooldown=0.15) as router:
         await first.stop()
         rests = []
-        for _ in range(4):
-            router._homes["s"] = router.replicas[0]
-            await router.generate(**request("s"))
-            replica = router.replicas[0]
+        replica = router.replicas[0]
+        for i in range(4):
+            with busy(router.replicas[1]):
+                await router.generate(**request(f"s{i}"))
             rests.append(round(replica.down_until - replica.failed_at, 3))
             await asyncio.sleep(0.2)
         assert rests == [0.05, 0.1, 0.15, 0.15]
@@ -325,13 +333,17 @@ async def test_a_returning_replica_does_not_get_the_old_weights_after_an_update(
 
 
 async def test_a_turn_from_before_a_failure_does_not_end_the_rest():
+    first, second = FakeVllm(delay=0.02), FakeVllm()
     async with (
-        replicas(FakeVllm(delay=0.02), FakeVllm(), cooldown=30.0) as router,
+        replicas(first, second, cooldown=30.0) as router,
         aclosing(router.stream(**request("long", 40))) as chunks,
     ):
         await anext(chunks)
+        first.broken = 500
+        with busy(router.replicas[1]):
+            await router.generate(**request("other"))
         replica = router.replicas[0]
-        router._failed(replica, EngineError("gone", retry_after=1.0), asyncio.get_running_loop().time())
+        assert replica.failures == 1
         await anext(chunks)
         assert replica.failures == 1
         assert replica.down_until > 0.0

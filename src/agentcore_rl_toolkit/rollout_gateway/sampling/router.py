@@ -42,13 +42,13 @@ class Replica:
     revival: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
-@dataclass(slots=True)
-class _Refusal:
-    """What became of a turn that began at ``began`` and was then put to another replica to learn whose fault it was."""
+@dataclass(slots=True, eq=False)
+class _Try:
+    """A turn at one replica. ``since``: when it began (``time.monotonic()``). ``answered``: a chunk of it came."""
 
     replica: Replica
-    error: EngineError
-    began: float
+    since: float = field(default_factory=time.monotonic)
+    answered: bool = False
 
 
 class ReplicaRouter(StreamingEngine):
@@ -120,35 +120,35 @@ class ReplicaRouter(StreamingEngine):
         turn = await self._gate.enter()
         try:
             tried: list[Replica] = []
-            refusal: _Refusal | None = None
+            refusal: tuple[_Try, EngineError] | None = None  # put to another replica to learn whose fault it was
             replica = self._choose(session_id)
             while True:
                 tried.append(replica)
-                begun, began = False, time.monotonic()
+                attempt = _Try(replica)
                 try:
-                    async with aclosing(self._sample(replica, turn, request)) as chunks:
+                    async with aclosing(self._sample(attempt, turn, request)) as chunks:
                         async for chunk in chunks:
-                            if refusal and not begun:
-                                self._refused_wrongly(refusal, session_id, replica)
-                            begun = True
+                            if refusal:
+                                self._refused_wrongly(*refusal, session_id, replica)
+                                refusal = None
                             yield chunk
                     return
                 except EngineError as error:
-                    if refusal and not begun:
-                        raise refusal.error from None
-                    other = None if begun or turn.aborted else self._other(session_id, tried, error)
+                    if refusal:
+                        raise refusal[1] from None
+                    other = None if attempt.answered or turn.aborted else self._other(session_id, tried, error)
                     if other is None:
                         raise
                     if error.retry_after is None:
-                        refusal = _Refusal(replica, error, began)
+                        refusal = attempt, error
                     replica = other
                     logger.warning("turn goes to another replica: %s", error)
         finally:
             self._gate.leave(turn)
 
-    async def _sample(self, replica: Replica, turn: Running, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:
+    async def _sample(self, attempt: _Try, turn: Running, request: dict[str, Any]) -> AsyncGenerator[TokenChunk]:
         """A turn on one replica, which is judged by it."""
-        began, begun = time.monotonic(), False
+        replica = attempt.replica
         replica.running += 1
         try:
             if not replica.returned:
@@ -156,22 +156,22 @@ class ReplicaRouter(StreamingEngine):
             async with aclosing(_chunks(replica.backend, request)) as chunks:
                 async for chunk in turn.abortable(chunks):
                     self._check_version(chunk)
-                    if began >= replica.failed_at:  # one from before the failure says nothing about what came after it
+                    if attempt.since >= replica.failed_at:  # an older one says nothing about what came after it
                         replica.failures, replica.down_until = 0, 0.0
-                    begun = True
+                    attempt.answered = True
                     yield chunk
-            if began >= replica.failed_at:
+            if attempt.since >= replica.failed_at:
                 replica.refusals = 0
         except EngineError as error:
             if error.retry_after is None and getattr(error, "status", 0) >= 500 and not await _healthy(replica):
                 error.retry_after = RETRY_AFTER  # not this request's fault
             if error.retry_after is not None:
                 if not turn.aborted:
-                    self._failed(replica, error, began)
+                    self._failed(attempt, error)
             else:
                 replica.refusals += 1
-                if begun and self._trusted_instead_of([replica]):  # can't be asked elsewhere, but it was accepted here
-                    self._failed(replica, error, began)
+                if attempt.answered and self._trusted_instead_of([replica]):
+                    self._failed(attempt, error)  # can't be asked elsewhere, but it was accepted here
             raise
         finally:
             replica.running -= 1
@@ -240,14 +240,15 @@ class ReplicaRouter(StreamingEngine):
         trusted = [r for r in self.replicas if not r.failures and r.refusals < self.max_refusals and r not in tried]
         return min(trusted, key=lambda r: r.running, default=None)
 
-    def _refused_wrongly(self, refusal: _Refusal, session_id: str | None, answered: Replica) -> None:
-        logger.warning("a replica rests, another one answers what it refuses: %s", refusal.error)
-        self._failed(refusal.replica, refusal.error, refusal.began)
+    def _refused_wrongly(self, refused: _Try, error: EngineError, session_id: str | None, answered: Replica) -> None:
+        logger.warning("a replica rests, another one answers what it refuses: %s", error)
+        self._failed(refused, error)
         self._settle(session_id, answered)
 
-    def _failed(self, replica: Replica, error: EngineError, began: float) -> None:
+    def _failed(self, attempt: _Try, error: EngineError) -> None:
+        replica = attempt.replica
         replica.error = str(error)
-        if began < replica.failed_at:
+        if attempt.since < replica.failed_at:
             return  # turns that ran side by side and fail together are one failure
         replica.failed_at = time.monotonic()
         replica.failures += 1
