@@ -264,6 +264,7 @@ async def test_the_rest_grows_with_every_failure_and_ends_with_success():
             rests.append(round(replica.down_until - replica.failed_at, 3))
             await asyncio.sleep(0.2)
         assert rests == [0.05, 0.1, 0.15, 0.15]
+        assert replica.error.count("still not healthy") == 1, "the message grows with every failure"
 
 
 async def test_no_turn_is_sampled_by_two_versions():

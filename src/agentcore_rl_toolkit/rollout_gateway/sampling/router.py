@@ -22,6 +22,7 @@ OnReturn = Callable[[SamplingBackend, int | None], Awaitable[None]]
 _SESSIONS = 100_000
 _ABORTED = 60.0
 """Seconds for aborted turns to end."""
+_STILL = "a replica is still not healthy after: "
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +191,8 @@ class ReplicaRouter(StreamingEngine):
         # An update of the weights ends it: else it would load the old ones after the new.
         async with work.until_aborted():
             if not await _healthy(replica):
-                raise EngineError(f"a replica is still not healthy after: {replica.error}", retry_after=RETRY_AFTER)
+                first = replica.error.removeprefix(_STILL)  # it may be so for days
+                raise EngineError(_STILL + first, retry_after=RETRY_AFTER)
             if self.on_return is not None:
                 try:
                     await self.on_return(replica.backend, self.policy_version)
