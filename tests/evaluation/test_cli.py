@@ -171,6 +171,34 @@ def test_more_samples_are_added_and_a_finished_run_is_only_reported(evaluation):
     assert "holds a run with model_id None, not 'big'" in evaluation.run_local("--model-id", "big", status=2)[1]
 
 
+def test_an_agent_whose_file_was_edited_is_another_agent(evaluation):
+    agent = evaluation.folder / "agent.py"
+    evaluation.tasks({"id": "a", "value": 1.0})
+    evaluation.run_local()
+    agent.write_text(AGENT.replace("return", "return  "))
+    _, errors = evaluation.run_local("--samples", "2", status=2)
+    assert errors == (
+        "agentcore-rl: run holds a run with other contents of agent.py: choose another --out, or go on with the same\n"
+    )
+    (evaluation.folder / "other").mkdir()  # what --local names is below --cwd
+    agent.rename(evaluation.folder / "other" / "agent.py")
+    assert "agent.py" in evaluation.run_local("--cwd", "other", "--samples", "2", status=2)[1]
+    (evaluation.folder / "other" / "agent.py").write_text(AGENT)
+    evaluation.run_local("--cwd", "other", "--samples", "2")
+    assert evaluation.ran() == {"a": 2}
+
+
+def test_a_file_that_is_edited_while_the_agent_runs_is_told(evaluation):
+    agent = evaluation.folder / "agent.py"
+    evaluation.tasks({"id": "a", "value": 1.0}, {"id": "b", "value": 1.0, "sleep": 1.5})
+    process = evaluation.start_local()
+    evaluation.wait_for(process, results=1, running=2)
+    agent.write_text(AGENT + "\n")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert errors.endswith("the agent's file has changed while it ran: some samples may be of the new one\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_sessions_and_keeps_what_is_there(evaluation, number):
     evaluation.tasks(*({"id": f"t{i}", "value": 1.0, "sleep": 0 if i < 2 else 60} for i in range(6)))
@@ -308,6 +336,7 @@ def test_one_process_at_a_time(evaluation, deployed):
         (["--data", "tasks.jsonl", "--agent-arn", "arn:x"], "--bucket is required"),
         (["--data", "tasks.jsonl", "--agent-arn", "arn:x", "--bucket", "b"], "arn:x"),
         (["--data", "tasks.jsonl", "--local", "python nothing.py"], "there is no file 'nothing.py'"),
+        (["--data", "tasks.jsonl", "--local", "python 'x"], "the agent's start command \"python 'x\": No closing"),
         (["--data", "tasks.jsonl", "--local", "x", "--api-key-env", "NO_SUCH"], "--api-key-env NO_SUCH: there is no"),
         (["--data", "broken.jsonl", "--local", "x"], "broken.jsonl, line 2: not JSON"),
         (["--data", "nothing.jsonl", "--local", "x"], "can't read nothing.jsonl"),

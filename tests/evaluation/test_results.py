@@ -136,11 +136,16 @@ def test_a_bad_result_line_is_named(tmp_path, field, value, message):
 
 def test_another_run_is_not_mixed_in(tmp_path):
     EvaluationDirectory(tmp_path, {**SETTINGS, "agent": "python mistyped.py"}).close()
-    directory = EvaluationDirectory(tmp_path, SETTINGS)  # nothing had come of the first
+    directory = EvaluationDirectory(tmp_path, {**SETTINGS, "files": {"rl_app.py": "1"}})  # nothing had come of it
+    directory.add(sample(reward=None, outcome=Outcome.RUNTIME_FAILED), None)
+    directory.close()
+    directory = EvaluationDirectory(tmp_path, SETTINGS)  # nothing but a lost session has
     directory.add(sample(), None)
     directory.close()
     with pytest.raises(SetupError, match=r"holds a run with agent 'python rl_app.py', not 'python b.py'"):
         EvaluationDirectory(tmp_path, {**SETTINGS, "agent": "python b.py"})
+    with pytest.raises(SetupError, match=r"other contents of a\.py: choose another --out"):
+        EvaluationDirectory(tmp_path, {**SETTINGS, "files": {"a.py": "1"}})
     (tmp_path / "run.json").write_text("[")
     with pytest.raises(SetupError, match="damaged"):
         EvaluationDirectory(tmp_path, SETTINGS)

@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,8 @@ def _run_eval(arguments: argparse.Namespace) -> int:
 
     rule = Rule(arguments.threshold, arguments.failed_as_zero)
     tasks = read_tasks(arguments.data, limit=arguments.limit)
-    directory = EvaluationDirectory(arguments.out, _settings(arguments))
+    settings = _settings(arguments)
+    directory = EvaluationDirectory(arguments.out, settings)
     interrupted = False
     with _terminable(), closing(directory):
         try:
@@ -148,6 +150,8 @@ def _run_eval(arguments: argparse.Namespace) -> int:
     samples = finished(tasks, arguments.samples, directory)
     report = make_report(samples, [task.id for task in tasks], arguments.samples, rule)
     _write(report, directory)
+    if _settings(arguments) != settings:
+        print("the agent's file has changed while it ran: some samples may be of the new one", file=sys.stderr)
     if interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
@@ -166,13 +170,25 @@ def _first_error(samples: Sequence[Sample]) -> str:
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """What has to stay the same for samples to belong to one run."""
     from .._redact import Redactor
+    from .results import FILES
 
+    files = {FILES: _contents(arguments.local, arguments.cwd or Path())} if arguments.local else {}
     return {
         "agent": arguments.local or _deployed(arguments)[0],
+        **files,
         "base_url": Redactor().text(arguments.base_url) if arguments.base_url else None,
         "model_id": arguments.model_id,
         "sampling_params": arguments.sampling_params,
     }
+
+
+def _contents(command: str, cwd: Path) -> dict[str, str]:
+    """Digests of the files that the command names: an edited agent is another one."""
+    from .results import digests
+
+    with suppress(ValueError):  # told when the agent is started
+        return digests({part: cwd / part for part in shlex.split(command) if os.path.isfile(cwd / part)})
+    return {}
 
 
 def _deployed(arguments: argparse.Namespace) -> tuple[str, str]:

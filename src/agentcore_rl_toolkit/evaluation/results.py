@@ -15,9 +15,11 @@ from typing import Any, BinaryIO
 from ..errors import ContractError, Outcome, SetupError
 from ..protocol import dumps
 
-__all__ = ["EvaluationDirectory", "Sample", "Task", "read_samples", "read_tasks"]
+__all__ = ["EvaluationDirectory", "Sample", "Task", "digests", "read_samples", "read_tasks"]
 
 RESULTS = "results.jsonl"
+FILES = "files"
+"""The setting that holds :func:`digests`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +166,24 @@ def _finite(text: str) -> float:
     return value
 
 
+def digests(files: Mapping[str, Path]) -> dict[str, str]:
+    """A digest of the contents of each file, by the same names. Raises ``SetupError`` for one that can't be read."""
+    return {name: sha256(_read(path)).hexdigest()[:16] for name, path in files.items()}
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    if name != FILES:
+        return f"{name} {before!r}, not {now!r}"
+    before = before if isinstance(before, dict) else {}
+    return f"other contents of {', '.join(file for file in now | before if now.get(file) != before.get(file))}"
+
+
 class EvaluationDirectory:
     """The directory of one evaluation: ``run.json`` (what is run), ``results.jsonl`` (one line a finished sample).
 
-    ``settings``: what must be the same when a run goes on; the first run writes them. ``exp_id``: the run's place in
-    the bucket. ``samples``: what has ended, by position in the data and sample. Raises ``SetupError`` if the
-    directory can't be used, or holds a run with other settings.
+    ``settings``: what must be the same when a run goes on, unless all it has are lost samples; the first run writes
+    them. ``exp_id``: the run's place in the bucket. ``samples``: what has ended, by position in the data and sample.
+    Raises ``SetupError`` if the directory can't be used, or holds a run with other settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -196,12 +210,12 @@ class EvaluationDirectory:
             exp_id = str(before["exp_id"])
         except (ValueError, TypeError, KeyError):
             raise SetupError(f"{path} is damaged: choose another --out") from None
-        if not self.samples:  # nothing has come of it: a mistyped command, perhaps
+        if all(sample.lost for sample in self.samples.values()):  # nothing has come of it: a mistyped command, perhaps
             return self._begin(exp_id, settings)
         for name, value in settings.items():
             if value != before.get(name):
                 raise SetupError(
-                    f"{self.path} holds a run with {name} {before.get(name)!r}, not {value!r}: choose another --out,"
+                    f"{self.path} holds a run with {_difference(name, before.get(name), value)}: choose another --out,"
                     " or go on with the same"
                 )
         return exp_id
