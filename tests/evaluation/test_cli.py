@@ -261,10 +261,7 @@ def test_the_agent_learns_about_its_model_and_the_key_is_not_kept(evaluation):
     assert not any("sk-" in content for content in kept)
 
 
-def test_no_task_is_no_error_and_no_reward_is(evaluation):
-    evaluation.tasks()
-    output, _ = evaluation.run_local(out="empty")
-    assert output.startswith("0 tasks, 0 of 0 samples finished")
+def test_no_reward_at_all_is_an_error(evaluation):
     evaluation.tasks({"id": "a", "fail": True})
     output, errors = evaluation.run_local(status=1)
     assert "no sample has a reward; the first error: agent_failed: " in errors
@@ -340,6 +337,7 @@ def test_one_process_at_a_time(evaluation, deployed):
         (["--data", "tasks.jsonl", "--local", "x", "--api-key-env", "NO_SUCH"], "--api-key-env NO_SUCH: there is no"),
         (["--data", "broken.jsonl", "--local", "x"], "broken.jsonl, line 2: not JSON"),
         (["--data", "nothing.jsonl", "--local", "x"], "can't read nothing.jsonl"),
+        (["--data", "empty.jsonl", "--local", "x"], "empty.jsonl has no task: one JSON object a line is required"),
     ],
 )
 def test_a_bad_setup_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
@@ -347,6 +345,7 @@ def test_a_bad_setup_is_one_line(arguments, message, tmp_path, monkeypatch, caps
     for name in ("AGENTCORE_AGENT_ARN", "AGENTCORE_S3_BUCKET"):
         monkeypatch.delenv(name, raising=False)
     Path("tasks.jsonl").write_text('{"id": 1}\n')
+    Path("empty.jsonl").write_text("\n")
     Path("broken.jsonl").write_text('{"id": 1}\n{"id": \n')
     assert main(["eval", *arguments, "--out", "run"]) == 2
     captured = capsys.readouterr()

@@ -155,7 +155,7 @@ def _run_eval(arguments: argparse.Namespace) -> int:
     if interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
-    if report.scored or not tasks:
+    if report.scored:
         if error := _first_error(samples):
             print(f"the first error: {error.splitlines()[0]} (whole, and the others: results.jsonl)", file=sys.stderr)
         return 0

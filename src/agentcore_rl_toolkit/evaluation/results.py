@@ -65,7 +65,7 @@ def read_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
     """The first ``limit`` tasks of a JSONL file, each line one payload; empty lines are skipped.
 
     A task is known by its payload's ``task_id`` or ``id``, else by the digest of the payload. Raises ``SetupError``
-    with the line's number for what is no JSON object, or an id that an earlier line has.
+    with the line's number for what is no JSON object, or an id that an earlier line has, and for a file without a task.
     """
     tasks: list[Task] = []
     lines: dict[str, int] = {}
@@ -82,6 +82,8 @@ def read_tasks(path: Path, *, limit: int | None = None) -> list[Task]:
             raise SetupError(f"{path}, line {number}: line {lines[id]} has {what}; --samples runs a task repeatedly")
         lines[id] = number
         tasks.append(Task(id, payload, digest))
+    if not tasks:
+        raise SetupError(f"{path} has no task: one JSON object a line is required")
     return tasks
 
 
