@@ -432,6 +432,49 @@ def test_what_looks_like_a_secret_is_masked_unasked(text: str, masked: str) -> N
     assert Redactor(["EMPTY"]).text(text) == masked
 
 
+KEY = "Zq9xT3wLmZ7aRb2N"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "api_key={}",
+        "{{'api_key': '{}'}}",
+        '{{"api_key": "{}"}}',
+        '{{\\"hub_token\\": \\"{}\\"}}',
+        "x-api-key: {}",
+        "Client(password='{}', n=1)",
+        "OPENAI_API_KEY={}",
+        "AWS_SECRET_ACCESS_KEY = {}",
+        "refused: sk-{}",
+        "hf_{}, ghp_{}",
+    ],
+)
+def test_a_secret_that_nobody_knows_is_masked_by_the_name_before_it(text: str) -> None:
+    said = Redactor().text(f"ValueError: {text.format(KEY, KEY)} in step 3")
+    assert KEY not in said
+    assert "***" in said
+    assert said.startswith("ValueError: ")
+    assert said.endswith(" in step 3")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'OpenAI(api_key=config["api_key"], base_url=url)',
+        'OpenAI(api_key="EMPTY")',
+        'api_key=os.environ["OPENAI_API_KEY"]',
+        "max_tokens=4096, eos_token='<|im_end|>'",
+        "def call(api_key: str | None = None, hub_token: str = '')",
+        "the secret: it is simple",
+        "keyword=abc12345678, disk-abcdefghijklmnopqrstuvwxyz",
+        "See the log /tmp/agentcore-rl-x/sessions/01cf83a5-9d4e-4c26-aa8c-5e268bd68833/agent.log.",
+    ],
+)
+def test_code_and_paths_are_not_taken_for_secrets(text: str) -> None:
+    assert Redactor().text(text) == text
+
+
 def test_keys_are_found_inside_urls_and_headers() -> None:
     payload = {
         "url": "http://u:pw12@h/sessions/live.key/v1",

@@ -34,11 +34,20 @@ _IN_URL = re.compile(
     r"(/sessions/"  # the gateway's per-session URL holds the session's key
     r"|://[^\s/:@]*:(?=[^\s/@]+@)"  # user:password@
     r"|[?&;][^\s=&?;#]*(?:key|token|secret|passw|auth|signature|credential)[^\s=&]*=)"
-    r"([^\s/?#&;@'\"<>]+)",
+    r"([^\s/?#&;@'\"<>]++)(?!/agent\.log)",  # a folder of the local runtime is no URL
+    re.IGNORECASE,
+)
+_NAMED = re.compile(  # api_key='…', "password": "…", OPENAI_API_KEY=…; a bare value without a digit is rather code
+    r"((?:(?:api|access|private|secret)[_-]?key(?:[_-]id)?|secret|password|passwd|authorization"
+    r"|(?<!bos)(?<!eos)(?<!pad)(?<!unk)(?<!sep)(?<!cls)(?<!mask)[_-]token)"
+    r"\\?[\"']?\s{0,2}[=:]\s{0,2})"
+    r"(?:(?P<quote>\\?[\"'])(?P<quoted>[^\"'\\\n]{4,})(?P=quote)|(?=[^\s\"',;&]*\d)[^\s\"',;&()\[\]{}\\]{8,})",
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{4,}", re.IGNORECASE)
-_AWS_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b")
+_KEY_SHAPE = re.compile(  # keys that say themselves what they are
+    r"\b(?:(?:AKIA|ASIA)[A-Z2-7]{16}|(?:sk-|hf_|gh[pousr]_|github_pat_|xox[abprs]-)[A-Za-z0-9_-]{16,})\b"
+)
 
 # pydantic, reprlib and many a log line shorten what they quote: 'sk-live-abcd...wxyz', 'sk-live-ab'..., sk-live- [...]
 _ELLIPSES = "...", "…", "\\u2026"  # `in` is ten times as quick as a search
@@ -105,8 +114,8 @@ class Redactor:
     def text(self, text: str) -> str:
         """``text`` with every secret replaced by ``***``."""
         text = self._without_known(text)
-        text = _AWS_KEY_ID.sub(MASK, _IN_URL.sub(rf"\1{MASK}", text))
-        return _BEARER.sub(rf"\1 {MASK}", text)
+        text = _KEY_SHAPE.sub(MASK, _IN_URL.sub(rf"\1{MASK}", text))
+        return _NAMED.sub(_mask_named, _BEARER.sub(rf"\1 {MASK}", text))
 
     def values(self, value: Any) -> Any:
         """A JSON-like value that must stay as it is, but for known secrets and strings under certain names."""
@@ -159,6 +168,13 @@ class Redactor:
                     yield from ((at, end) for s in self._shortened if (at := _find_head(text, end, s)) >= 0)
                 if text[start : start + _MIN_PART] in self._all_shortened:
                     yield from ((start, at) for s in self._shortened if (at := _find_tail(text, start, s)) >= 0)
+
+
+def _mask_named(match: re.Match[str]) -> str:
+    if (match["quoted"] or "").lower() in _PLACEHOLDERS:
+        return match[0]
+    quote = match["quote"] or ""
+    return f"{match[1]}{quote}{MASK}{quote}"
 
 
 def _is_certain_secret(name: object, value: object) -> bool:

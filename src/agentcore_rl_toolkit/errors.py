@@ -138,6 +138,8 @@ def require(module: str, extra: str, or_else: str = "") -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
+        hidden = f" ({error}: perhaps a file of yours is named like it)" if "is not a package" in str(error) else ""
         raise MissingExtraError(
-            f"{error.name} is not installed: pip install 'agentcore-rl-toolkit[{extra}]'{or_else}", name=error.name
+            f"{error.name} is not installed: pip install 'agentcore-rl-toolkit[{extra}]'{or_else}{hidden}",
+            name=error.name,
         ) from None

@@ -603,6 +603,32 @@ def test_close_stops_sessions_whose_results_nobody_has_taken(world: World) -> No
     assert future.result(timeout=5)["rewards"] == 1.0
 
 
+def test_a_closed_client_starts_nothing(world: World) -> None:
+    client = world.client()
+    client.close()
+    with pytest.raises(SetupError, match="closed"):
+        client.invoke({})
+    with pytest.raises(SetupError, match="closed"):
+        list(client.run_batch([{}], 1))
+    assert world.stub.runs == 0
+    client.close()  # once more is no error
+
+
+@pytest.mark.parametrize(("name", "meant"), [("run_dir", "no argument here"), ("tps_limt", "did you mean tps_limit=")])
+def test_keywords_that_are_meant_for_others_are_not_sent_to_the_agent(world: World, name: str, meant: str) -> None:
+    options: dict[str, Any] = {name: 3}
+    with pytest.raises(TypeError, match=meant):
+        world.client(**options)
+    with pytest.raises(TypeError, match=meant):
+        world.client().invoke({}, **options)
+    assert world.client(temperature=1, timeout_ms=5, transport_hint="x").extra_config["temperature"] == 1
+
+
+def test_one_payload_is_no_batch(world: World) -> None:
+    with pytest.raises(TypeError, match="put it into a list"):
+        world.client().run_batch({"text": "hi"}, 1)  # type: ignore[arg-type]
+
+
 def test_an_answer_that_names_no_address_leaves_no_session(world: World) -> None:
     async def odd(_: Any, forward: Any) -> web.Response:
         await forward()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from agentcore_rl_toolkit import RolloutClient
-from agentcore_rl_toolkit.client._loop import _Job, run_sync
 from agentcore_rl_toolkit._faults import pause
+from agentcore_rl_toolkit.client._loop import _Job, run_sync
 from agentcore_rl_toolkit.client._threads import Threads
 
 from .conftest import World

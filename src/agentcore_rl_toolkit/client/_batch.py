@@ -89,6 +89,8 @@ class BatchSettings:
     skip: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
+        if isinstance(self.payloads, Mapping):
+            raise TypeError("payloads: an iterable of dicts is required, got one dict; put it into a list")
         if self.max_concurrent < 1 or self.samples < 1:
             raise ValueError(
                 f"max_concurrent_sessions and samples must be at least 1, got {self.max_concurrent} and {self.samples}"

@@ -25,7 +25,7 @@ from ._loop import run_async, run_sync, soon
 from ._notify import Listener
 from ._one import Order
 from ._probe import Probe
-from ._request import Accepted, check_session_id, encode, read_answer
+from ._request import Accepted, check_fields, check_session_id, encode, read_answer
 from ._runtime import Runtime
 from ._sessions import MOST_CALLS, Sessions, Start
 from ._sweep import Pace, Sweeper, Watch
@@ -63,7 +63,8 @@ class RolloutClient:
     ``transport``: ``"a2a"`` for an agent that serves A2A (``app.run_a2a()``); everything else stays the same. It needs
     the extra ``[a2a]``.
 
-    Raises ``SetupError`` for a bad ARN, ``ContractError`` for an ``exp_id`` that can't be part of a key.
+    Raises ``SetupError`` for a bad ARN, ``ContractError`` for an ``exp_id`` that can't be part of a key, ``TypeError``
+    for an ``extra_config`` that looks like a misspelt argument.
     """
 
     def __init__(
@@ -86,13 +87,14 @@ class RolloutClient:
         arn = parse_arn(agent_runtime_arn)
         self.agent_runtime_arn, self.region = arn.text, arn.region
         self.s3_bucket, self.exp_id = s3_bucket, exp_id
+        check_fields(extra_config)
         self.base_url, self.model_id, self.extra_config = base_url, model_id, extra_config
         result_key(exp_id, "input", "session")  # says so now if exp_id can't be part of a key
         if max_pool_connections < 1:
             raise SetupError(f"max_pool_connections must be at least 1, it is {max_pool_connections!r}")
         if probe_interval is not None and not probe_interval > 0:
             raise SetupError(f"probe_interval must be above 0, or None for never; it is {probe_interval!r}")
-        self._probe_interval = probe_interval
+        self._probe_interval, self._closed = probe_interval, False
         self._rates = Rates(tps_limit, new_sessions_per_minute)
         if transport not in _TRANSPORTS:
             raise SetupError(f"transport={transport!r}: one of {', '.join(map(repr, _TRANSPORTS))} is required")
@@ -203,7 +205,7 @@ class RolloutClient:
     def close(self) -> None:
         """Stop every session that was started here and is not stopped, and close connections.
 
-        Futures without a result raise ``RolloutCancelled``, and so do the iterators of batches.
+        It starts no more. Futures without a result raise ``RolloutCancelled``, and so do the iterators of batches.
         """
         if self._reads.forked:  # sessions and connections are the parent's
             return
@@ -221,6 +223,8 @@ class RolloutClient:
     async def _start(self, order: Order) -> RolloutFuture:
         """Have the payload accepted by its session; or find its result, where it may have run before."""
         self._sessions.check()
+        if self._closed:
+            raise SetupError("this RolloutClient is closed: make a new one")
         check_session_id(order.session_id)
         notify_url = await self._listener.url() if self._listener else None
         config = self._config(order.input_id, order.config, notify_url)
@@ -347,6 +351,7 @@ class RolloutClient:
         }
 
     async def _close(self) -> None:
+        self._closed = True
         await close_batches(self)
         for sweeper in self._sweepers.values():
             sweeper.close()
@@ -375,6 +380,7 @@ def _prefix(key: str) -> str:
 def _order(
     payload: Mapping[str, Any], session_id: str | None, input_id: str | None, config: Mapping[str, Any]
 ) -> Order:
+    check_fields(config)
     return Order(payload, session_id or str(uuid.uuid4()), input_id or str(uuid.uuid4()), config)
 
 

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .._redact import Redactor, find_secrets
 from ..errors import ContractError, RolloutRejected, SetupError
 from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps
 
-__all__ = ["Accepted", "check_session_id", "encode", "masked", "read_answer"]
+__all__ = ["Accepted", "check_fields", "check_session_id", "encode", "masked", "read_answer"]
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+_NO_FIELDS = (
+    *("max_retry_attempts", "tps_limit", "max_pool_connections", "new_sessions_per_minute", "notify_address"),
+    *("probe_interval", "transport", "max_concurrent", "max_concurrent_sessions", "run_dir", "ordered"),
+    *("initial_interval", "max_interval", "backoff_factor", "log_interval"),
+)
+"""Arguments of ``RolloutClient``, ``run_batch`` and ``run_rollouts`` that can't be meant for an agent."""
+
+
+def check_fields(names: Iterable[str]) -> None:
+    """Raises ``TypeError`` for a keyword that was hardly meant as a field of ``_rollout``, where all others go."""
+    for name in names:
+        near = _meant(name)
+        if near == name:
+            raise TypeError(f"{name}= is no argument here; it would only be sent to the agent")
+        if near is not None:
+            raise TypeError(f"{name}=: did you mean {near}=? It would only be sent to the agent")
+
+
+@functools.lru_cache(maxsize=1000)
+def _meant(name: str) -> str | None:
+    return next(iter(difflib.get_close_matches(name, _NO_FIELDS, n=1, cutoff=0.85)), None)
 
 
 def encode(payload: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
@@ -78,5 +103,6 @@ def read_answer(answer: bytes, session_id: str, body: bytes, expected: Accepted)
     said = masked(answer[:10_000].decode("utf-8", "replace"), body)[:200]
     raise SetupError(
         f"the agent answered {said!r} instead of {{'status': 'processing'}}:"
-        " is its handler decorated with @app.rollout_entrypoint?"
+        " is its handler decorated with @app.rollout_entrypoint, and does it serve this client's transport"
+        ' ("http": app.run(), "a2a": app.run_a2a())?'
     )

@@ -63,10 +63,13 @@ class Agent:
     sessions: dict[str, Session] = field(default_factory=dict)
 
     @property
+    def protocol(self) -> str:
+        return str((self.definition.get("protocolConfiguration") or {}).get("serverProtocol") or "HTTP")
+
+    @property
     def path(self) -> str:
         """Where the container takes payloads: its protocol says."""
-        protocol = self.definition.get("protocolConfiguration") or {}
-        return "/" if protocol.get("serverProtocol") == "A2A" else "/invocations"
+        return "/" if self.protocol == "A2A" else "/invocations"
 
     def __post_init__(self) -> None:
         self.rates = {name: RateLimit(self.quotas.tps, 1.0) for name in ("invoke", "command", "stop")}

@@ -122,7 +122,8 @@ class DataPlane:
                     upstream = await stack.enter_async_context(call)
                     if not 200 <= upstream.status < 300:
                         text = (await upstream.content.read(2000)).decode(errors="replace")
-                        raise await _failure(session, f"answered {upstream.status} ({text})", payload)
+                        wrong = f"; does it serve {session.agent.protocol}?" if upstream.status == 404 else ""
+                        raise await _failure(session, f"answered {upstream.status} ({text}){wrong}", payload)
                 answer = web.StreamResponse(status=200, headers=_answer_headers(upstream, session))
                 await answer.prepare(request)
                 async for chunk in upstream.content.iter_any():
