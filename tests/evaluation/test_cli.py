@@ -171,6 +171,23 @@ def test_more_samples_are_added_and_a_finished_run_is_only_reported(evaluation):
     assert "holds a run with model_id None, not 'big'" in evaluation.run_local("--model-id", "big", status=2)[1]
 
 
+def test_a_comparison_counts_what_the_reports_count(evaluation):
+    evaluation.tasks({"id": "a", "value": 1.0}, {"id": "b", "value": 0.0}, {"id": "c", "fail": True})
+    evaluation.run_local("--samples", "3")
+    evaluation.run_local("--samples", "2", "--limit", "2")
+    assert (evaluation.report()["scored"], len(evaluation.results())) == (4, 9)
+    evaluation.run_local(out="other")
+    output, errors = evaluation.start("compare", "run", "other").communicate(timeout=20)
+    assert errors == ""
+    assert output.splitlines()[:2] == [
+        "a: run: 2 tasks, 4 samples finished, 4 scored",
+        "b: other: 3 tasks, 3 samples finished, 2 scored",
+    ]
+    assert "Not compared: 0 tasks scored only in a, 0 only in b, 1 in neither." in output
+    output, _ = evaluation.start("compare", "run", "other", "--json").communicate(timeout=20)
+    assert json.loads(output)["a"] == {"tasks": 2, "finished": 4, "scored": 4}
+
+
 def test_an_agent_whose_file_was_edited_is_another_agent(evaluation):
     agent = evaluation.folder / "agent.py"
     evaluation.tasks({"id": "a", "value": 1.0})
@@ -263,7 +280,7 @@ def test_the_agent_learns_about_its_model_and_the_key_is_not_kept(evaluation):
 
 def test_no_reward_at_all_is_an_error(evaluation):
     evaluation.tasks({"id": "a", "fail": True})
-    output, errors = evaluation.run_local(status=1)
+    _, errors = evaluation.run_local(status=1)
     assert "no sample has a reward; the first error: agent_failed: " in errors
     assert "boom" in errors
 

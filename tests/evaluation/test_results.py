@@ -7,9 +7,16 @@ import pytest
 
 from agentcore_rl_toolkit import BatchItem, Outcome
 from agentcore_rl_toolkit.errors import SetupError
-from agentcore_rl_toolkit.evaluation.compare import compare, notes
+from agentcore_rl_toolkit.evaluation.compare import compare, heading, notes
 from agentcore_rl_toolkit.evaluation.report import Rule, make_report, markdown, plain, tables, text
-from agentcore_rl_toolkit.evaluation.results import EvaluationDirectory, Sample, Task, read_samples, read_tasks
+from agentcore_rl_toolkit.evaluation.results import (
+    EvaluationDirectory,
+    Sample,
+    Task,
+    read_samples,
+    read_tasks,
+    reported_samples,
+)
 from agentcore_rl_toolkit.evaluation.run import finished, judge
 
 SETTINGS = {"agent": "python rl_app.py", "model_id": None}
@@ -279,7 +286,11 @@ def test_a_comparison_pairs_tasks_and_names_those_that_flipped():
     assert found.reward.value == pytest.approx((1 - 2 / 3 + 0) / 3)
     assert [change.task for change in found.flipped] == ["down", "up"]
     assert (found.only_a, found.only_b) == (["gone"], ["new"])
-    assert "Not compared: 1 tasks scored only in a, 1 only in b." in notes(found)
+    assert found.neither == ["failed"]
+    assert "Not compared: 1 tasks scored only in a, 1 only in b, 1 in neither." in notes(found)
+    assert heading(found, "x", "y") == (
+        "a: x: 4 tasks, 7 samples finished, 7 scored\nb: y: 5 tasks, 9 samples finished, 8 scored"
+    )
 
 
 def test_a_task_whose_payload_changed_is_not_compared():
@@ -295,6 +306,17 @@ def test_a_task_whose_payload_changed_is_not_compared():
 def test_runs_with_nothing_in_common(b):
     with pytest.raises(SetupError, match="no scored task in common"):
         compare(samples(a=[1.0]), b, Rule())
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"tasks": 0, "planned": 0}', '{"tasks": 1, "planned": "x"}'])
+def test_a_damaged_report_is_told(tmp_path, content):
+    directory = EvaluationDirectory(tmp_path, SETTINGS)
+    directory.add(sample(), None)
+    directory.close()
+    assert reported_samples(tmp_path) == [sample()]  # killed before there was a report
+    (tmp_path / "report.json").write_text(content)
+    with pytest.raises(SetupError, match=r"report\.json is damaged: the command of its run"):
+        reported_samples(tmp_path)
 
 
 def test_the_same_run_has_no_difference():

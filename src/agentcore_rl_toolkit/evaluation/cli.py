@@ -40,6 +40,7 @@ longer --data add to them. A rollout that failed has no reward, and counts in no
 _COMPARE = """\
 Compare two runs of `agentcore-rl eval` task by task: the mean difference b - a with its 95 % interval, and the tasks
 that are solved (at least half of their samples succeed) in one run only. An interval that holds 0: no difference shown.
+What is counted of a run are the samples that its last report covers.
 """
 
 
@@ -274,13 +275,13 @@ def _client(
 
 def _write(report: Report, directory: EvaluationDirectory) -> None:
     from .report import markdown, plain, tables, text, title
-    from .results import RESULTS
+    from .results import REPORT, RESULTS
 
     found = tables(report)
-    directory.write("report.json", json.dumps(plain(report), indent=1, allow_nan=False))
+    directory.write(REPORT, json.dumps(plain(report), indent=1, allow_nan=False))
     directory.write("report.md", markdown(f"Evaluation: {title(report)}", found, report.notes))
     print(text(title(report), found, report.notes))
-    names = [name for name in (RESULTS, "report.json", "report.md") if (directory.path / name).exists()]
+    names = [name for name in (RESULTS, REPORT, "report.md") if (directory.path / name).exists()]
     print(f"\n{directory.path}: {', '.join(names)}")
 
 
@@ -302,14 +303,14 @@ def _terminable() -> Iterator[None]:
 
 
 def _run_compare(arguments: argparse.Namespace) -> int:
-    from .compare import compare, notes, tables
+    from .compare import compare, heading, notes, tables
     from .report import Rule, text
-    from .results import RESULTS, read_samples
+    from .results import reported_samples
 
     rule = Rule(arguments.threshold, arguments.failed_as_zero)
-    found = compare(read_samples(arguments.a / RESULTS), read_samples(arguments.b / RESULTS), rule)
+    found = compare(reported_samples(arguments.a), reported_samples(arguments.b), rule)
     if arguments.json:
         print(json.dumps(asdict(found), indent=1, allow_nan=False))
     else:
-        print(text(f"a: {arguments.a}\nb: {arguments.b}", tables(found, rule), notes(found)))
+        print(text(heading(found, str(arguments.a), str(arguments.b)), tables(found, rule), notes(found)))
     return 0

@@ -32,19 +32,35 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """What a run has: tasks of which a sample has finished, samples that have, samples with a reward that counts."""
+
+    tasks: int
+    finished: int
+    scored: int
+
+    def __str__(self) -> str:
+        return f"{self.tasks} tasks, {self.finished} samples finished, {self.scored} scored"
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """``b`` minus ``a`` over the tasks that have a scored sample in both.
 
     ``reward``, ``success``: mean difference per task with the paired-t interval (Miller 2024, arXiv:2411.00640).
-    ``only_a``, ``only_b``: tasks that the other run has no scored sample of. ``different``: tasks of the same id
-    whose payloads differ; they are not compared.
+    ``a``, ``b``: what each run has. Not compared: ``only_a``, ``only_b``, tasks that the other run has no scored sample
+    of; ``neither``, tasks of which no sample was scored; ``different``, tasks of the same id whose payloads differ.
     """
+
+    a: Counts
+    b: Counts
 
     reward: Estimate
     success: Estimate
     changes: list[Change]
     only_a: list[str]
     only_b: list[str]
+    neither: list[str]
     different: list[str]
 
     @property
@@ -66,21 +82,32 @@ def compare(a: Sequence[Sample], b: Sequence[Sample], rule: Rule) -> Comparison:
         raise SetupError(f"the two runs have no scored task in common: {why}")
     changes = [_change(task, tasks_a[task], tasks_b[task], rule) for task in same]
     return Comparison(
+        a=_counts(a, tasks_a),
+        b=_counts(b, tasks_b),
         reward=mean([change.reward_b - change.reward_a for change in changes]),
         success=mean([change.success_b - change.success_a for change in changes]),
         changes=changes,
         only_a=[task for task in tasks_a if task not in tasks_b],
         only_b=[task for task in tasks_b if task not in tasks_a],
+        neither=[task for task in digests_a | digests_b if task not in tasks_a and task not in tasks_b],
         different=different,
     )
 
 
-def _digests(samples: Sequence[Sample]) -> Mapping[str, str]:
+def _digests(samples: Sequence[Sample]) -> dict[str, str]:
     return {sample.task: sample.digest for sample in samples}
+
+
+def _counts(samples: Sequence[Sample], scored: Mapping[str, Sequence[float]]) -> Counts:
+    return Counts(len(_digests(samples)), len(samples), sum(map(len, scored.values())))
 
 
 def _change(task: str, a: Sequence[float], b: Sequence[float], rule: Rule) -> Change:
     return Change(task, fmean(a), fmean(b), rule.successes(a) / len(a), rule.successes(b) / len(b))
+
+
+def heading(found: Comparison, a: str, b: str) -> str:
+    return f"a: {a}: {found.a}\nb: {b}: {found.b}"
 
 
 def tables(found: Comparison, rule: Rule) -> list[Table]:
@@ -107,8 +134,11 @@ def notes(found: Comparison) -> list[str]:
     lines = [f"Flipped (solved: at least half of the samples succeed): {gained} gained, {lost} lost."]
     if len(found.flipped) > MOST_FLIPS:
         lines[0] += f" The first {MOST_FLIPS} are shown, --json has all."
-    if found.only_a or found.only_b:
-        lines.append(f"Not compared: {len(found.only_a)} tasks scored only in a, {len(found.only_b)} only in b.")
+    if found.only_a or found.only_b or found.neither:
+        lines.append(
+            f"Not compared: {len(found.only_a)} tasks scored only in a, {len(found.only_b)} only in b,"
+            f" {len(found.neither)} in neither."
+        )
     if found.different:
         lines.append(f"Not compared: {len(found.different)} tasks whose payloads differ.")
     if found.reward.low is None:

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from ..errors import ContractError, Outcome, SetupError
 from ..protocol import dumps
 
-__all__ = ["EvaluationDirectory", "Sample", "Task", "digests", "read_samples", "read_tasks"]
+__all__ = ["EvaluationDirectory", "Sample", "Task", "digests", "read_samples", "read_tasks", "reported_samples"]
 
-RESULTS = "results.jsonl"
+RESULTS, REPORT = "results.jsonl", "report.json"
 FILES = "files"
 """The setting that holds :func:`digests`."""
 
@@ -54,6 +54,10 @@ class Sample:
     @property
     def failed(self) -> bool:
         return self.outcome not in (Outcome.SUCCEEDED, Outcome.TRUNCATED)
+
+    def among(self, tasks: int, samples: int) -> bool:
+        """Whether it is one of the first ``samples`` of one of the first ``tasks``."""
+        return self.index < tasks and self.sample < samples
 
     @property
     def lost(self) -> bool:
@@ -102,6 +106,22 @@ def read_samples(path: Path) -> list[Sample]:
             raise SetupError(f"{path}, line {number}: no result of an evaluation: {what}") from None
         samples[sample.index, sample.sample] = sample
     return list(samples.values())
+
+
+def reported_samples(directory: Path) -> list[Sample]:
+    """The samples that the last report of a run covers, so that its numbers are the same everywhere.
+
+    All of them, if the run was killed before its first report. Raises ``SetupError`` if a file can't be read.
+    """
+    samples, path = read_samples(directory / RESULTS), directory / REPORT
+    if not path.exists():
+        return samples
+    try:
+        report = json.loads(_read(path))
+        tasks, planned = int(report["tasks"]), int(report["planned"])
+        return [sample for sample in samples if sample.among(tasks, planned // tasks)]
+    except (ValueError, TypeError, KeyError, ArithmeticError):
+        raise SetupError(f"{path} is damaged: the command of its run writes it anew") from None
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:

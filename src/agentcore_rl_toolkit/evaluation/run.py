@@ -20,7 +20,7 @@ def finished(tasks: Sequence[Task], samples: int, directory: EvaluationDirectory
 
     Raises ``SetupError`` if the tasks are no longer the same.
     """
-    found = [s for s in directory.samples.values() if s.index < len(tasks) and s.sample < samples]
+    found = [s for s in directory.samples.values() if s.among(len(tasks), samples)]
     for sample in found:
         if tasks[sample.index].digest != sample.digest:
             raise SetupError(
