@@ -112,7 +112,7 @@ def started(argv: list[str], port: int, **env: str) -> Iterator[subprocess.Popen
             process.wait()
 
 
-async def drive(port: int, log: Path, count: int, writes: bool) -> dict[str, float]:
+async def drive(port: int, log: Path, count: int, writes: bool) -> dict[str, list[float]]:
     import aiohttp
 
     url, late = f"http://127.0.0.1:{port}", []
@@ -157,19 +157,13 @@ async def drive(port: int, log: Path, count: int, writes: bool) -> dict[str, flo
             if done >= count and time.monotonic() - began > 1.0:
                 break
         pinging.cancel()
-    quiet = [seconds for asked, seconds in pings if asked >= after]
-    finished = sorted(results())[1:][:count] if writes else [began]
+    finished = sorted(results())[1 : count + 1]
     return {
-        "last result": finished[count - 1] - began if writes and len(finished) >= count else float("nan"),
-        "burst accepted": accepted,
-        "late p99": _quantile(late, 0.99),
-        "late max": max(late),
-        "ping p50": statistics.median(quiet),
-        "ping p99": _quantile(quiet, 0.99),
-        "ping max": max(quiet),
-        "ping, burst": max([*early, 0.0]),
-        "late invocations": len(late),
-        "pings": len(quiet),
+        "last result": [finished[-1] - began] if len(finished) == count else [],
+        "burst accepted": [accepted],
+        "late": late,
+        "ping": [seconds for asked, seconds in pings if asked >= after],
+        "ping, burst": [max([*early, 0.0])],
     }
 
 
@@ -177,7 +171,7 @@ def _quantile(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
-def measure(kind: str, handler: str, python: str, args: argparse.Namespace) -> dict[str, float]:
+def measure(kind: str, handler: str, python: str, args: argparse.Namespace) -> dict[str, list[float]]:
     ports = []
     for _ in range(2):
         with socket.socket() as probe:
@@ -200,10 +194,21 @@ def measure(kind: str, handler: str, python: str, args: argparse.Namespace) -> d
         ):
             figures = asyncio.run(drive(int(ports[1]), log, args.count, kind != "bare"))
             cpu = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-            figures["cpu"] = (int(cpu[11]) + int(cpu[12])) / os.sysconf("SC_CLK_TCK")
+            figures["cpu"] = [(int(cpu[11]) + int(cpu[12])) / os.sysconf("SC_CLK_TCK")]
             pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-            figures["rss MB"] = pages * resource.getpagesize() / 2**20
+            figures["rss MB"] = [pages * resource.getpagesize() / 2**20]
     return figures
+
+
+def summary(rounds: list[dict[str, list[float]]]) -> dict[str, float | None]:
+    """Medians of the rounds; quantiles of late answers and pings over all rounds, since one has too few for a p99."""
+    whole = {name: [value for figures in rounds for value in figures[name]] for name in rounds[0]}
+    once = {name: whole.pop(name) for name in ("late", "ping")}
+    row: dict[str, float | None] = {name: statistics.median(v) if v else None for name, v in whole.items()}
+    for name, values in once.items():
+        row |= {f"{name} p50": statistics.median(values), f"{name} p99": _quantile(values, 0.99)}
+        row |= {f"{name} max": max(values), f"{name}, count": len(values)}
+    return row
 
 
 def main() -> None:
@@ -213,7 +218,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="invocations in the burst")
     parser.add_argument("--handler", type=float, default=0.2, help="seconds a handler takes")
     parser.add_argument("--put", type=float, default=0.05, help="seconds a put takes")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--role", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -229,13 +234,13 @@ def main() -> None:
     if args.package:
         python = args.original_python or str(environment(HERE / ".envs" / "original-app", [ORIGINAL]))
         rows += [(f"original, {handler}", "original", handler, python) for handler in ("sync", "async")]
-    runs: dict[str, list[dict[str, float]]] = {}
+    runs: dict[str, list[dict[str, list[float]]]] = {}
     for _ in range(args.rounds):
         for name, kind, handler, python in rows:
             runs.setdefault(name, []).append(measure(kind, handler, python, args))
-    median = {n: {k: statistics.median(r[k] for r in rounds) for k in rounds[0]} for n, rounds in runs.items()}
+    table = {name: summary(rounds) for name, rounds in runs.items()}
     if args.json:
-        print(json.dumps(median, indent=1))
+        print(json.dumps(table, indent=1))
         return
     columns = [
         "last result",
@@ -247,9 +252,9 @@ def main() -> None:
         "ping max",
         "ping, burst",
     ]
-    print(f"{'median of rounds, ms':24}" + "".join(f"{c:>16}" for c in columns) + f"{'CPU s':>8}{'RSS MB':>8}")
-    for name, row in median.items():
-        cells = "".join(f"{row[c] * 1000:16.1f}" for c in columns)
+    print(f"{'milliseconds':24}" + "".join(f"{c:>16}" for c in columns) + f"{'CPU s':>8}{'RSS MB':>8}")
+    for name, row in table.items():
+        cells = "".join("               -" if (v := row[c]) is None else f"{v * 1000:16.1f}" for c in columns)
         print(f"{name:24}{cells}{row['cpu']:8.2f}{row['rss MB']:8.0f}")
 
 
