@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import threading
 import time
 import urllib.request
@@ -103,6 +104,8 @@ FAULTS: dict[str, Any] = {
     "timeout": lambda r, s: s3_error(400, "RequestTimeout"),
     "another writer": lambda r, s: s3_error(409, "ConditionalRequestConflict"),
     "refused for a moment": lambda r, s: s3_error(403, "AccessDenied"),
+    "no conditional writes": lambda r, s: s3_error(501, "NotImplemented"),
+    "sent to nowhere": lambda r, s: web.Response(status=301, headers={"x-amz-bucket-region": "no where"}),
     "reset": lambda r, s: cut(r),
     "answer lost": _lost_answer,
     "half an answer": _half,
@@ -151,7 +154,8 @@ def test_a_look_that_fails_does_not_keep_the_agent_from_running(s3: FaultyS3, ag
     assert agent.runs() == before + 1
 
 
-def test_expired_credentials_are_read_anew(s3: FaultyS3, tmp_path: Path) -> None:
+@pytest.mark.parametrize("meanwhile", ["", "[default]\naws_access_key_id = n"], ids=["expired", "half written"])
+def test_expired_credentials_are_read_anew(s3: FaultyS3, tmp_path: Path, meanwhile: str) -> None:
     def credentials(key: str) -> None:
         text = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\naws_session_token = t\n"
         (tmp_path / "credentials").write_text(text)
@@ -169,6 +173,10 @@ def test_expired_credentials_are_read_anew(s3: FaultyS3, tmp_path: Path) -> None
         s3.fault = expired  # while the handler runs
         time.sleep(1.0)
         assert agent.ping() == "HealthyBusy"
+        if meanwhile:
+            (tmp_path / "credentials").write_text(meanwhile)
+            time.sleep(3.0)
+            assert agent.ping() == "HealthyBusy"
         credentials("new")
         agent.wait_healthy()
         assert read(s3.client, run["result_key"])["rewards"] == 1.0
@@ -274,6 +282,26 @@ def test_sigterm_is_not_held_up_by_an_s3_that_hangs(s3: FaultyS3, tmp_path: Path
         agent.process.send_signal(signal.SIGTERM)
         agent.process.wait(timeout=20)
         assert time.monotonic() - began < 15  # what AgentCore grants
+
+
+def test_a_hint_that_nobody_takes_keeps_nobody_busy(s3: FaultyS3, agent: Agent) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                for _ in range(40):
+                    connection.sendall(b"H")
+                    time.sleep(0.25)
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        began = time.monotonic()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/done"
+        agent.post({"_rollout": rollout(notify_url=url)}, session())
+        agent.wait_healthy()
+        assert time.monotonic() - began < 5
+        thread.join(20)
 
 
 def test_a_refused_write_is_named_in_the_log(s3: FaultyS3, tmp_path: Path) -> None:

@@ -262,6 +262,12 @@ def test_an_answer_that_breaks_off_is_not_taken_for_whole(client: Client, sessio
         client.raw({"do": "break off"}, session)["response"].read()
 
 
+def test_a_command_may_hold_the_whole_program(tmp_path: Path) -> None:
+    program = "from agentcore_rl_toolkit import AgentCoreRLApp; AgentCoreRLApp().run()" + "; pass" * 1000
+    with LocalAgentCore(["python", "-c", program], cwd=tmp_path):
+        pass  # its name would be too long for a file
+
+
 def test_an_agent_that_never_comes_up(tmp_path: Path, session: str) -> None:
     (tmp_path / "a.py").write_text("import no_such_module")
     with LocalAgentCore("python a.py", cwd=tmp_path) as local:

@@ -475,6 +475,26 @@ def test_code_and_paths_are_not_taken_for_secrets(text: str) -> None:
     assert Redactor().text(text) == text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "is this an answer?" + json.dumps([{"token": i, "logprob": -0.5} for i in range(8000)], separators=(",", ":")),
+        "https://x/?" + "key" * 100_000,
+        "secret=" * 40_000,
+        "://a:" * 40_000,
+        "Bearer " * 40_000,
+        "'" + "token='" * 40_000,
+        "..." * 100_000,
+    ],
+    ids=["json", "url", "names", "users", "headers", "quotes", "ellipses"],
+)
+def test_long_texts_are_masked_in_time_that_grows_with_their_length(text: str) -> None:
+    began = time.process_time()
+    Redactor(["a-secret-of-some-length"]).text(text)
+    list(find_secrets({"text": text}))
+    assert time.process_time() - began < 2.0  # by the square of it: a minute
+
+
 def test_keys_are_found_inside_urls_and_headers() -> None:
     payload = {
         "url": "http://u:pw12@h/sessions/live.key/v1",

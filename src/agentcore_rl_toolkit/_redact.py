@@ -33,7 +33,7 @@ _CERTAIN_NAME = re.compile(  # names that are never given to anything else, but 
 _IN_URL = re.compile(
     r"(/sessions/"  # the gateway's per-session URL holds the session's key
     r"|://[^\s/:@]*:(?=[^\s/@]+@)"  # user:password@
-    r"|[?&;][^\s=&?;#]*(?:key|token|secret|passw|auth|signature|credential)[^\s=&]*=)"
+    r"|[?&;][^\s=&?;#]{0,64}?(?:key|token|secret|passw|auth|signature|credential)[^\s=&]{0,64}=)"
     r"([^\s/?#&;@'\"<>]++)(?!/agent\.log)",  # a folder of the local runtime is no URL
     re.IGNORECASE,
 )
@@ -41,7 +41,7 @@ _NAMED = re.compile(  # api_key='…', "password": "…", OPENAI_API_KEY=…; a 
     r"((?:(?:api|access|private|secret)[_-]?key(?:[_-]id)?|secret|password|passwd|authorization"
     r"|(?<!bos)(?<!eos)(?<!pad)(?<!unk)(?<!sep)(?<!cls)(?<!mask)[_-]token)"
     r"\\?[\"']?\s{0,2}[=:]\s{0,2})"
-    r"(?:(?P<quote>\\?[\"'])(?P<quoted>[^\"'\\\n]{4,})(?P=quote)|(?=[^\s\"',;&]*\d)[^\s\"',;&()\[\]{}\\]{8,})",
+    r"(?:(?P<quote>\\?[\"'])(?P<quoted>[^\"'\\\n]{4,})(?P=quote)|(?=[^\s\"',;&]{0,200}\d)[^\s\"',;&()\[\]{}\\]{8,})",
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{4,}", re.IGNORECASE)

@@ -17,8 +17,8 @@ _LOOK_SECONDS = 10.0
 """A look at an earlier result that S3 will not answer may not hold up the agent for longer."""
 _WRITE_SECONDS = 3600.0
 """How long a write is tried: an outage of S3 or of a credentials provider ends sooner."""
-# A wrong setting of this process stays wrong; a permission may be on its way: IAM takes seconds to spread a new policy.
-_PATIENCE = {Fault.SETUP: 0.0, Fault.FORBIDDEN: 60.0}
+# IAM takes seconds to spread a new policy; a file of settings may be just being written.
+_PATIENCE = {Fault.SETUP: 60.0, Fault.FORBIDDEN: 60.0}
 """Seconds for which a write is tried that fails like this."""
 _LOOKS, _PUTS = 4, 16
 """Calls in flight at once. More threads at work would only take the interpreter from /ping."""
@@ -49,14 +49,14 @@ class ResultStore:
                 with self._looks:
                     exists = storage.exists(bucket, key)
             except Exception as error:
-                fault = fault_of(error)
-                if fault is Fault.SETUP:
+                fault, late = fault_of(error), time.monotonic() > deadline
+                if _no_bucket(error) or (fault is Fault.SETUP and late):
                     raise ResultLost(f"not run, its result could not be written: {_advice(error, bucket)}") from error
                 if fault is Fault.FORBIDDEN:
                     return True
                 self._renew(storage, fault)
                 tries += 1
-                if time.monotonic() > deadline:
+                if late:
                     logger.warning("rollout %s: could not look for an earlier result: %s", key, error)
                     return True  # should there be one, it is not overwritten
                 time.sleep(pause(tries, first=0.2))
@@ -86,7 +86,7 @@ class ResultStore:
                 fault, advice = fault_of(error), _advice(error, bucket)
                 self._renew(storage, fault)
                 tries += 1
-                if time.monotonic() - began > _PATIENCE.get(fault, _WRITE_SECONDS):
+                if _no_bucket(error) or time.monotonic() - began > _PATIENCE.get(fault, _WRITE_SECONDS):
                     raise ResultLost(f"result lost, s3://{bucket}/{key}: {advice}") from error
                 level = logging.WARNING if tries == 3 else logging.INFO
                 logger.log(level, "rollout %s: write %d failed, trying on: %s", key, tries, advice)
@@ -108,6 +108,10 @@ class ResultStore:
             with self._lock:
                 if self._storage is storage:  # another thread may have made a new one since
                     self._storage = None
+
+
+def _no_bucket(error: Exception) -> bool:
+    return isinstance(error, ServiceError) and error.code in ("NoSuchBucket", "InvalidBucketName")
 
 
 def _advice(error: Exception, bucket: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import multiprocessing
 import threading
 import traceback
 import urllib.request
@@ -55,6 +56,8 @@ _MAX_ERROR = 4_000
 _MAX_TRACEBACK = 32_000
 _SHUTDOWN_SECONDS = 10.0
 _REMEMBERED = 10_000
+_ALONE = multiprocessing.parent_process() is None
+"""Whether no other worker of the same server may answer in this one's place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +171,7 @@ class RolloutRunner:
             return self._reject(payload, context, session_id, str(error))
         if config is None:
             return Begun(unwrap(await calls.direct(payload, context), payload, context), direct=True)
-        answer = {"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key, "probes": True}
+        answer = {"status": "processing", "s3_bucket": config.s3_bucket, "result_key": key, "probes": _ALONE}
         run = self._new(config, key, payload, context)
         # An invoke is retried by SDKs, proxies and trainers: the agent still runs once.
         if run.address not in self._known:
@@ -227,14 +230,14 @@ class RolloutRunner:
             self._runs.pop(run.address, None)
             self._app.complete_async_task(run.ping)
             run.ended.set_exception(lost) if lost else run.ended.set_result(result)
+        if result is not None and run.config.notify_url:  # it may take its time, and nobody waits for it
+            _notify(run.config.notify_url, run.config.s3_bucket, run.key, run.secrets.everything)
 
     def _write(self, run: Run, result: dict[str, Any]) -> dict[str, Any]:
         if result["status_code"] != 200 and "traceback" in result:
             logger.error("rollout %s failed: %s\n%s", run.key, result["stop_reason"], result["traceback"])
         result, body = run.body(result)
         self._store.write(run.config.s3_bucket, run.key, body)
-        if run.config.notify_url:
-            _notify(run.config.notify_url, run.config.s3_bucket, run.key, run.secrets.everything)
         return result
 
     def _reject(self, payload: Mapping[str, Any], context: RequestContext, session_id: str, reason: str) -> Begun:

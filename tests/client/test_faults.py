@@ -7,6 +7,7 @@ later than the fault makes it.
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import signal
 import subprocess
@@ -627,6 +628,18 @@ def test_keywords_that_are_meant_for_others_are_not_sent_to_the_agent(world: Wor
 def test_one_payload_is_no_batch(world: World) -> None:
     with pytest.raises(TypeError, match="put it into a list"):
         world.client().run_batch({"text": "hi"}, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bucket", ["no-such-bucket", "Bad Bucket!"])
+def test_an_agent_that_names_another_bucket_fails_alone(world: World, bucket: str) -> None:
+    async def elsewhere(_: Any, forward: Any) -> web.Response:
+        answer = json.loads((await forward()).body)
+        return web.json_response({**answer, "s3_bucket": bucket})
+
+    world.runtime.on(is_kind("invoke"), elsewhere, times=1)
+    items, _ = run(world, [{"seconds": 4.0}] * 5)
+    assert sorted(item.outcome for item in items.values()) == [Outcome.RUNTIME_FAILED] + [Outcome.SUCCEEDED] * 4
+    assert [item for item in items.values() if bucket in str(item.error)]
 
 
 def test_an_answer_that_names_no_address_leaves_no_session(world: World) -> None:

@@ -19,7 +19,7 @@ from agentcore_rl_toolkit.errors import InvocationError, SetupError
 from agentcore_rl_toolkit.local import Lifecycle, LocalAgentCore
 from agentcore_rl_toolkit.protocol import PROBE_FIELD
 
-from .conftest import ARN, BUCKET, Action, Forward, World, garble, is_kind
+from .conftest import ARN, BUCKET, Action, Forward, World, answer, garble, is_kind
 
 AGENT = """
 import asyncio, os, time
@@ -176,6 +176,52 @@ def test_a_result_that_was_cut_on_its_way_is_not_taken_for_a_lost_one(world: Wor
     items = list(world.client(probe_interval=0.05).run_batch([{"seconds": 1.0}], 1, timeout=30))
     assert [item.outcome for item in items] == [Outcome.SUCCEEDED]
     assert cut == 2
+
+
+def test_a_result_that_may_not_be_read_for_a_while_is_not_taken_for_a_lost_one(world: World) -> None:
+    """S3 has said of it before that it is not there: so forbidden means something else."""
+    began = time.monotonic()
+
+    async def honest(_: Forward) -> web.Response:
+        return status("processing" if time.monotonic() - began < 1.5 else "unknown")
+
+    async def forbid(request: web.Request, forward: Forward) -> web.StreamResponse:
+        away = 1.0 < time.monotonic() - began < 3.0
+        return await (answer(403, error="AccessDenied")(request, forward) if away else forward())
+
+    world.runtime.on(is_kind("invoke"), probing(honest))
+    world.s3.on(is_kind("get"), forbid)
+    items = list(world.client(probe_interval=0.1).run_batch([{"seconds": 1.2}], 1, timeout=30))
+    assert [item.outcome for item in items] == [Outcome.SUCCEEDED]
+
+
+def test_an_odd_answer_to_a_probe_is_not_the_last_word(world: World) -> None:
+    answers = [web.Response(text="[" * 200_000), web.Response(text="7"), status("processing"), status("unknown")]
+    asked = iter(answers)
+
+    async def odd(_: Forward) -> web.Response:
+        return next(asked)
+
+    world.runtime.on(is_kind("invoke"), probing(odd))
+    items = list(world.client(probe_interval=0.1).run_batch([{"seconds": 20.0}], 1, timeout=30))
+    assert [item.outcome for item in items] == [Outcome.RUNTIME_FAILED]
+    assert "lost its rollout" in str(items[0].error)
+
+
+@pytest.mark.slow
+def test_workers_of_one_server_are_not_asked_in_each_other_s_place(local: LocalAgentCore, tmp_path: Path) -> None:
+    (tmp_path / "app_module.py").write_text(AGENT.replace("app.run()", ""))
+    command = "python -m uvicorn app_module:app --workers 2 --port {port}"
+    runs = {"RUNS": str(tmp_path / "runs")}
+    with (
+        LocalAgentCore(command, cwd=tmp_path, env=runs, lifecycle=Lifecycle(stop_grace=1.0)) as workers,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in workers.environment().items():
+            patch.setenv(name, value)
+        with client_of(workers, 0.2) as client:
+            payloads = [{"name": f"n{i}", "do": "return", "seconds": 3.0} for i in range(3)]
+            assert [item.outcome for item in client.run_batch(payloads, 3, timeout=60)] == [Outcome.SUCCEEDED] * 3
 
 
 def test_a_rollout_with_an_address_of_its_own_is_asked_for_by_it(local: LocalAgentCore) -> None:

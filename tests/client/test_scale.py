@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from agentcore_rl_toolkit import RolloutClient
 from agentcore_rl_toolkit.client._sessions import MOST_CALLS
 from agentcore_rl_toolkit.errors import SetupError
 
-from .conftest import ARN, BUCKET, World
+from .conftest import ARN, BUCKET, Forward, World, is_kind
 
 
 def delays(items: list[Any]) -> list[float]:
@@ -71,6 +73,21 @@ def test_false_hints_hold_up_nobody_and_cost_little(world: World) -> None:
     assert other.result(timeout=20)["rewards"] == 1.0
     assert other.elapsed() < 5  # sweeps go on as if nobody had said anything
     assert future.result(timeout=20)["text"] == "slow"
+
+
+def test_a_hint_that_came_too_early_does_not_hide_the_true_one(world: World) -> None:
+    async def hint_at_once(request: web.Request, forward: Forward) -> web.Response:
+        answer, url = await forward(), (await request.json())["_rollout"]["notify_url"]
+        async with aiohttp.ClientSession() as http, http.post(url, data=answer.body) as response:
+            assert response.status == 204
+        return answer
+
+    world.runtime.on(is_kind("invoke"), hint_at_once)
+    client = world.client(notify_address="http://127.0.0.1:0")
+    batch = client.run_batch([{"seconds": 0.5}] * 5, 5, initial_interval=30.0, max_interval=30.0)
+    items = [(time.time(), item) for item in batch]
+    assert all(item.success for _, item in items)
+    assert delays(items)[-1] < 3.0
 
 
 def post(url: str, body: bytes) -> int | None:

@@ -254,7 +254,8 @@ class RolloutClient:
             raise
         if accepted[:2] != expected[:2]:  # the agent knows better
             watch.result.cancel()
-            sweeper, watch = self._watch(accepted.bucket, accepted.key, order.pace)
+            foreign = accepted.bucket != expected.bucket
+            sweeper, watch = self._watch(accepted.bucket, accepted.key, order.pace, foreign=foreign)
         watch.asleep = False
         start.body = b""  # it may be large, and nobody needs it any more
         future = RolloutFuture(
@@ -273,6 +274,7 @@ class RolloutClient:
     async def _agent_card(self) -> AgentCard:
         if not isinstance(self._runtime, A2ARuntime):
             raise SetupError('only A2A agents have a card: RolloutClient(…, transport="a2a")')
+        self._sessions.check()
         session_id = str(uuid.uuid4())
         try:
             answer = await self._sessions.start(Start(session_id, b"", _never, _nothing), self._runtime.read_card)
@@ -311,11 +313,12 @@ class RolloutClient:
             watch.result.cancel()
         raise InvocationError(f"s3://{self.s3_bucket}/{key} can't be read", session_id=order.session_id)
 
-    def _watch(self, bucket: str, key: str, pace: Pace) -> tuple[Sweeper, Watch]:
+    def _watch(self, bucket: str, key: str, pace: Pace, *, foreign: bool = False) -> tuple[Sweeper, Watch]:
         prefix = _prefix(key)
         sweeper = self._sweepers.get((bucket, prefix))
         if sweeper is None:
-            sweeper = self._sweepers[bucket, prefix] = Sweeper(self._storage, self._reads, bucket, prefix)
+            sweeper = Sweeper(self._storage, self._reads, bucket, prefix, foreign=foreign)
+            self._sweepers[bucket, prefix] = sweeper
         return sweeper, sweeper.watch(key, pace)
 
     def _hint_for(self, input_id: str, session_id: str, config: Mapping[str, Any]) -> Callable[[], None]:
@@ -332,10 +335,10 @@ class RolloutClient:
         if sweeper is not None:
             sweeper.hint(key)
 
-    def _masked(self, order: Order, text: str) -> str:
+    async def _masked(self, order: Order, text: str) -> str:
         """``text`` without what the rollout was told in confidence: an agent may have put it into its error."""
         told = [self.extra_config, {"base_url": self.base_url}, order.config, order.payload]
-        return Redactor(find_secrets(told)).text(text)
+        return await self._reads.run(lambda: Redactor(find_secrets(told)).text(text))  # payloads may be large
 
     def _config(self, input_id: str, config: Mapping[str, Any], notify_url: str | None = None) -> dict[str, Any]:
         """The ``_rollout`` of a rollout. ``config``: the fields of this one alone, which win."""

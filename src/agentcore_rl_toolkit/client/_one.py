@@ -93,7 +93,7 @@ async def run_one(client: RolloutClient, order: Order) -> Ended:
         ended.elapsed = time.monotonic() - order.start.sent
         ended.timings = {"queued": order.start.sent - began, "started": ended.elapsed}
     if ended.error:
-        ended.error = client._masked(order, ended.error)
+        ended.error = await client._masked(order, ended.error)
     ended.invokes = order.start.invokes if order.start else 0
     return ended
 

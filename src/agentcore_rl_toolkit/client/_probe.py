@@ -12,7 +12,6 @@ import random
 from concurrent.futures import Future
 from typing import Any
 
-from .._faults import Fault
 from ..errors import InvocationError
 from ._sessions import Sessions
 from ._sweep import Sweeper, Watch
@@ -57,7 +56,7 @@ class Probe:
             self._sessions.probe_failed(self._session_id, error)
             lost = False
         # It may have ended just before it was asked.
-        if lost and not await self._sweeper.look(self._watch) and self._watch.fault in (Fault.GONE, Fault.FORBIDDEN):
+        if lost and not await self._sweeper.look(self._watch) and self._sweeper.missing(self._watch):
             text = (
                 f"session {self._session_id} has lost its rollout: the agent no longer runs it and has left no result;"
                 " its log says why (killed? no memory left? S3 refused the result?)"
@@ -70,5 +69,5 @@ class Probe:
 def _status(answer: bytes) -> Any:
     try:
         return json.loads(answer).get("status")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None

@@ -91,7 +91,7 @@ def read_answer(answer: bytes, session_id: str, body: bytes, expected: Accepted)
     try:
         data = json.loads(answer)
         status = data.get("status")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         data, status = {}, None
     if status == "processing":
         bucket, key = data.get("s3_bucket") or expected.bucket, data.get("result_key") or expected.key

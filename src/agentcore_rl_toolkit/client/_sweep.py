@@ -86,11 +86,14 @@ class Watch:
 
 
 class Sweeper:
-    """Lives on the background loop; sweeps only while something is pending."""
+    """Lives on the background loop; sweeps only while something is pending.
 
-    def __init__(self, storage: Storage, threads: Threads, bucket: str, prefix: str) -> None:
+    ``foreign``: the agent named the bucket, so that nobody's settings are wrong if it can't be read.
+    """
+
+    def __init__(self, storage: Storage, threads: Threads, bucket: str, prefix: str, *, foreign: bool = False) -> None:
         self._storage, self._threads = storage, threads
-        self._bucket, self._prefix = bucket, prefix
+        self._bucket, self._prefix, self._foreign = bucket, prefix, foreign
         self._watches: dict[str, Watch] = {}
         self._behind: dict[str, list[Watch]] = {}
         """Further watches of a key, whose session was invoked again: they follow when the first is done."""
@@ -104,6 +107,8 @@ class Sweeper:
         self._list_refusals = 0
         self._setup_strikes, self._forbidden_strikes = _Strikes(), _Strikes()
         self._worked = self._warned = False
+        self._tells_missing = False
+        """Whether S3 has ever said of a result that it is not there, instead of forbidding to look."""
 
     def watch(self, key: str, pace: Pace) -> Watch:
         """Watch for a key. Settling or cancelling the future ends it."""
@@ -131,13 +136,23 @@ class Sweeper:
     def hint(self, key: str) -> None:
         """The result is said to be there. By an agent, which may say so wrongly, and a thousand times."""
         watch, now = self._watches.get(key), time.monotonic()
-        if watch is not None and watch.calls < _AT_ONCE and now - watch.hinted >= _HINTS_APART:
-            watch.hinted = now
+        if watch is None or watch.hinted > now:  # it is looked at later anyway
+            return
+        at = max(now, watch.hinted + _HINTS_APART)
+        watch.hinted = at
+        asyncio.get_running_loop().call_later(at - now, self._look_as_hinted, watch)
+
+    def _look_as_hinted(self, watch: Watch) -> None:
+        if not watch.result.done() and watch.calls < _AT_ONCE:
             self._fetch(watch, hinted=True)
 
     async def look(self, watch: Watch) -> bool:
         """Look once, now; whether the result was there."""
         return watch.result.done() or await self._get(watch)
+
+    def missing(self, watch: Watch) -> bool:
+        """Whether the last look at it says surely that there is no result."""
+        return watch.fault is Fault.GONE or (watch.fault is Fault.FORBIDDEN and not self._tells_missing)
 
     def close(self) -> None:
         """Nobody will get a result any more."""
@@ -290,6 +305,7 @@ class Sweeper:
         if fault in (Fault.GONE, Fault.FORBIDDEN):  # S3 took the credentials: the setup is not broken
             self._setup_works()
         if fault is Fault.GONE:
+            self._tells_missing = True
             self._forbidden_strikes.clear()
             watch.failures = 0
             return
@@ -312,8 +328,11 @@ class Sweeper:
         before gets time: credentials that expire are renewed."""
         count = self._setup_strikes.add(self._number)
         if count >= _STRIKES and (not self._worked or self._setup_strikes.age >= _RENEWAL):
+            told: Exception = setup_error(error)
+            if self._foreign:
+                told = InvocationError(f"the agent says that its result is in s3://{self._bucket}, but: {told}")
             for watch in list(self._watches.values()):
-                watch.fail(setup_error(error))
+                watch.fail(told)
 
     def _warn_forbidden(self) -> None:
         if not self._warned:

@@ -184,7 +184,8 @@ def resolve_command(argv: Sequence[str], cwd: Path) -> list[str]:
 
     A bare ``python`` or ``python3`` is this interpreter, whether or not its environment is active.
     """
-    resolved = [str(cwd / part) if (cwd / part).is_file() else part for part in argv]
+    # Not Path.is_file(), which raises for a part that is too long for a name (`python -c ...`).
+    resolved = [str(cwd / part) if os.path.isfile(cwd / part) else part for part in argv]
     if argv[0] in ("python", "python3"):
         resolved[0] = sys.executable
     return resolved
