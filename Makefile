@@ -80,4 +80,4 @@ types: $(VENV)/.dev
 check: lint types test ## lint, types, tests: what must pass before a commit
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .harnesses .engines .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .newer .harnesses .engines .mypy_cache .pytest_cache .ruff_cache .hypothesis
