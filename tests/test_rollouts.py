@@ -182,6 +182,22 @@ async def test_a_cut_answer_is_truncated_and_keeps_its_reward(client, gateway):
     assert not rollout.failed
 
 
+async def test_a_name_that_was_used_before_gives_rows_all_the_same(client, gateway, local):
+    first = await collect(client, gateway, [ASK], samples=2, run="again")
+    second = await collect(client, gateway, [ASK], samples=2, run="again")
+    assert [r.input_id for r in first] == [r.input_id for r in second]
+    assert [len(r.records) for r in first + second] == [1] * 4
+    assert len({r.session_id for r in first + second}) == 4
+
+
+async def test_without_a_gateway_a_name_that_was_used_before_gives_its_results(client):
+    returned = {"do": "return", "result": {"rewards": 1.0}}
+    [first] = await collect(client, None, [returned], run="evaluated")
+    [second] = await collect(client, None, [{**returned, "result": {"rewards": 0.0}}], run="evaluated")
+    assert (first.reward, second.reward) == (1.0, 1.0)
+    assert first.session_id == second.session_id
+
+
 async def test_without_a_gateway_there_are_results_and_no_records(client, gateway):
     session = gateway.create_session()
     [rollout] = await collect(client, None, [ASK], base_url=session.base_url, api_key=session.api_key)
@@ -347,7 +363,7 @@ async def test_numbers_below_one_are_refused(client, bad):
     ],
 )
 def test_what_a_result_object_is_worth(result, outcome, reward):
-    rollout = _rollout(_Slot("run", {}, 0, 0), judge(result))
+    rollout = _rollout(_Slot("run", {}, 0, 0, 0), judge(result))
     assert (rollout.outcome.value, rollout.reward) == (outcome, reward)
     assert (rollout.error is None) == (outcome == "succeeded")
 

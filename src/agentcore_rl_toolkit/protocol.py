@@ -312,6 +312,6 @@ def make_input_id(run: str, index: int, sample: int) -> str:
     return f"{run}-{index:08d}-{sample:03d}"
 
 
-def make_session_id(run: str, input_id: str, attempt: int = 0) -> str:
-    """A session id (36 characters) that a restarted trainer computes again."""
+def make_session_id(run: str, input_id: str, attempt: int | str = 0) -> str:
+    """A session id (36 characters) that a restarted script computes again, if it knows the attempt."""
     return str(uuid.uuid5(uuid.NAMESPACE_URL, f"agentcore-rl:{run}/{input_id}/{attempt}"))

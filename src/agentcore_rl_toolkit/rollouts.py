@@ -95,6 +95,7 @@ class _Slot:
     payload: Mapping[str, Any]
     payload_index: int
     sample_index: int
+    attempt: int | str
 
     @property
     def input_id(self) -> str:
@@ -102,7 +103,7 @@ class _Slot:
 
     @property
     def session_id(self) -> str:
-        return make_session_id(self.run, self.input_id)
+        return make_session_id(self.run, self.input_id, self.attempt)
 
 
 async def run_rollouts(
@@ -123,8 +124,9 @@ async def run_rollouts(
     ``gateway``: each rollout gets a session of it, and its records; None evaluates without one, against the
     client's own ``base_url``. ``timeout``: seconds from its first invoke to its result; None: no limit.
     ``max_concurrent``: sessions at a time; as many finished rollouts wait for a slow consumer, then no more
-    start. ``run``: names the batch within the client's experiment; ``input_id``
-    (``{run}-{payload:08d}-{sample:03d}``), session id and result key follow from it. Default: a new name.
+    start. ``run``: names the batch within the client's experiment, and begins each ``input_id``
+    (``{run}-{payload:08d}-{sample:03d}``). Default: a new name. With a gateway, a name that was used before runs
+    anew, because rows can't be had again; without one, its results are taken.
     ``seed``: for sampling, each rollout gets one of its own by :func:`session_seed`; ``sampling_overrides``: other
     parameters the gateway enforces. ``rollout_config``: further fields of ``_rollout`` (``model_id`` …).
 
@@ -139,7 +141,7 @@ async def run_rollouts(
     if samples < 1 or max_concurrent < 1:
         raise ValueError(f"samples and max_concurrent must be at least 1, got {samples} and {max_concurrent}")
     batch = _Batch(client, gateway, timeout, seed, dict(sampling_overrides or {}), rollout_config)
-    slots = _slots(run or f"run-{uuid.uuid4().hex[:12]}", payloads, samples)
+    slots = _slots(run or f"run-{uuid.uuid4().hex[:12]}", payloads, samples, recorded=gateway is not None)
     pool: Pool[_Slot, Rollout] = Pool(slots, batch.rollout, max_concurrent)
     try:
         while (rollout := await pool.next()) is not None:
@@ -155,10 +157,14 @@ def session_seed(seed: int, payload_index: int, sample_index: int) -> int:
     return int.from_bytes(digest[:4]) >> 1
 
 
-def _slots(run: str, payloads: Iterable[Mapping[str, Any]], samples: int) -> Generator[_Slot, None, None]:
+def _slots(
+    run: str, payloads: Iterable[Mapping[str, Any]], samples: int, *, recorded: bool
+) -> Generator[_Slot, None, None]:
     for payload_index, payload in enumerate(payloads):
         for sample_index in range(samples):
-            yield _Slot(run, payload, payload_index, sample_index)
+            # A result of an earlier process that used this name is no good without its rows.
+            attempt = uuid.uuid4().hex if recorded else 0
+            yield _Slot(run, payload, payload_index, sample_index, attempt)
 
 
 @dataclass(slots=True)
