@@ -59,7 +59,7 @@ class ResultStore:
                 if late:
                     logger.warning("rollout %s: could not look for an earlier result: %s", key, error)
                     return True  # should there be one, it is not overwritten
-                time.sleep(pause(tries, first=0.2))
+                time.sleep(pause(tries, first=0.2, longest=2.0))
                 continue
             if exists:
                 logger.info("rollout %s: its result exists already; not run again", key)
