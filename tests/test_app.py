@@ -372,6 +372,9 @@ def test_the_trainer_is_notified_after_the_result_is_written(s3: Any, tmp_path: 
     with ThreadingHTTPServer(("127.0.0.1", 0), Done) as server, start(s3, tmp_path, SYNC) as agent:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         result = run_one(agent, s3, {"do": "echo"}, notify_url=f"http://127.0.0.1:{server.server_port}/done")
+        deadline = time.monotonic() + 10
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert [(hint["result_key"], body) for hint, body in seen] == [(result["result_key"], result)]
         # A trainer that is gone, or a URL that is none, costs nothing.
         assert run_one(agent, s3, {"do": "echo"}, notify_url="http://127.0.0.1:9/done")["status_code"] == 200
