@@ -28,6 +28,7 @@ from moto.core.eventstream import EventStreamEncoder
 
 from agentcore_rl_toolkit.errors import SetupError
 from agentcore_rl_toolkit.local import Lifecycle, LocalAgentCore, Quotas, eventstream
+from processes import marked
 
 AGENT = """
 import os, signal, subprocess, sys, time
@@ -620,19 +621,6 @@ def test_a_script_is_looked_for_in_cwd_alone(
 
 
 # -- nothing stays behind ------------------------------------------------------------------------------
-
-
-def marked(mark: str) -> list[int]:
-    """Living processes that have ``mark`` in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and alive(int(entry.name)):
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
 
 
 def serve(agent_dir: Path, mark: str) -> tuple[subprocess.Popen[str], dict[str, str], str]:

@@ -68,8 +68,8 @@ class ResultStore:
     def write(self, bucket: str, key: str, body: bytes) -> None:
         """Write ``body`` unless the key exists, and try until it is there.
 
-        Raises ``ResultLost`` after an hour, or sooner where no try can help (no such bucket, permission refused for a
-        minute).
+        Raises ``ResultLost`` after an hour; after a minute of refused permission or wrong settings; at once without a
+        bucket.
         """
         began, tries = time.monotonic(), 0
         while True:

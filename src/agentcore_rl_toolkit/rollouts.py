@@ -19,7 +19,7 @@ from ._redact import Redactor
 from .client._loop import run_async, soon
 from .client._one import Ended, Order, run_one
 from .client._pool import Pool
-from .client._request import check_fields
+from .client._request import check_fields, check_payloads
 from .errors import ContractError, Outcome, SetupError
 from .protocol import dumps, make_input_id, make_session_id, result_reward
 
@@ -136,8 +136,7 @@ async def run_rollouts(
     once when a loop is left early), stops the sessions that run and forgets their gateway sessions.
     """
     check_fields(rollout_config)
-    if isinstance(payloads, Mapping):
-        raise TypeError("payloads: an iterable of dicts is required, got one dict; put it into a list")
+    check_payloads(payloads)
     if samples < 1 or max_concurrent < 1:
         raise ValueError(f"samples and max_concurrent must be at least 1, got {samples} and {max_concurrent}")
     batch = _Batch(client, gateway, timeout, seed, dict(sampling_overrides or {}), rollout_config)

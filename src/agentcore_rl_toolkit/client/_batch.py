@@ -28,6 +28,7 @@ from ._loop import on_the_loop, run_async, run_sync, start
 from ._one import Ended, Order, run_one
 from ._pool import Pool
 from ._progress import Progress
+from ._request import check_payloads
 from ._sweep import Pace
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ class BatchSettings:
     skip: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
-        if isinstance(self.payloads, Mapping):
-            raise TypeError("payloads: an iterable of dicts is required, got one dict; put it into a list")
+        check_payloads(self.payloads)
         if self.max_concurrent < 1 or self.samples < 1:
             raise ValueError(
                 f"max_concurrent_sessions and samples must be at least 1, got {self.max_concurrent} and {self.samples}"

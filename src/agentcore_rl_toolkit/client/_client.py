@@ -16,7 +16,7 @@ from .._aws import Storage
 from .._faults import Fault, pause
 from .._redact import Redactor, find_secrets
 from ..errors import InvocationError, RolloutTimeout, SetupError
-from ..protocol import PROBE_FIELD, result_key
+from ..protocol import result_key
 from ._a2a import A2ARuntime, parse_card
 from ._batch import BatchResult, BatchSettings, Priority, close_batches
 from ._future import RolloutFuture
@@ -286,8 +286,8 @@ class RolloutClient:
     def _probe(self, session_id: str, config: Mapping[str, Any], sweeper: Sweeper, watch: Watch) -> Probe | None:
         if self._probe_interval is None:
             return None
-        body = encode({}, {**{name: config[name] for name in _ADDRESS}, PROBE_FIELD: True})
-        return Probe(self._sessions, sweeper, watch, session_id, body, self._probe_interval)
+        address = {name: config[name] for name in _ADDRESS}
+        return Probe(self._sessions, sweeper, watch, session_id, address, self._probe_interval)
 
     async def _accepted(self, start: Start, expected: Accepted) -> Accepted:
         """Start the session."""

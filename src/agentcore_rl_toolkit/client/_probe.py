@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from ..errors import InvocationError
+from ..protocol import PROBE_FIELD
+from ._request import encode
 from ._sessions import Sessions
 from ._sweep import Sweeper, Watch
 
@@ -20,13 +23,22 @@ __all__ = ["Probe"]
 
 
 class Probe:
-    """Asks every ``interval`` seconds or so, until the watch is settled. ``body``: of the question."""
+    """Asks every ``interval`` seconds or so, until the watch is settled.
+
+    ``address``: the fields of ``_rollout`` that say which rollout is meant.
+    """
 
     def __init__(
-        self, sessions: Sessions, sweeper: Sweeper, watch: Watch, session_id: str, body: bytes, interval: float
+        self,
+        sessions: Sessions,
+        sweeper: Sweeper,
+        watch: Watch,
+        session_id: str,
+        address: Mapping[str, Any],
+        interval: float,
     ) -> None:
         self._sessions, self._sweeper, self._watch = sessions, sweeper, watch
-        self._session_id, self._body, self._interval = session_id, body, interval
+        self._session_id, self._address, self._interval = session_id, address, interval
         self.sent: Future[bytes] | None = None
         """The last question: it may be on its way."""
         self._task: asyncio.Task[None] | None = None
@@ -49,7 +61,8 @@ class Probe:
         await self._sessions.may_probe()
         if self._watch.result.done():  # whoever stops the session may have looked at ``sent`` already
             return
-        self.sent = self._sessions.probe(self._session_id, self._body)
+        body = encode({}, {**self._address, PROBE_FIELD: True})  # not before: most rollouts are never asked
+        self.sent = self._sessions.probe(self._session_id, body)
         try:
             lost = _status(await asyncio.wrap_future(self.sent)) == "unknown"
         except Exception as error:  # noqa: BLE001 - it is asked again

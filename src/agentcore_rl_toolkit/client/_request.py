@@ -13,7 +13,7 @@ from .._redact import Redactor, find_secrets
 from ..errors import ContractError, RolloutRejected, SetupError
 from ..protocol import MAX_PAYLOAD_BYTES, ROLLOUT_FIELD, RolloutConfig, dumps
 
-__all__ = ["Accepted", "check_fields", "check_session_id", "encode", "masked", "read_answer"]
+__all__ = ["Accepted", "check_fields", "check_payloads", "check_session_id", "encode", "masked", "read_answer"]
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -34,6 +34,12 @@ def check_fields(names: Iterable[str]) -> None:
             raise TypeError(f"{name}= is no argument here; it would only be sent to the agent")
         if near is not None:
             raise TypeError(f"{name}=: did you mean {near}=? It would only be sent to the agent")
+
+
+def check_payloads(payloads: object) -> None:
+    """Raises ``TypeError`` for one payload where many are meant: iterating over it would give its keys."""
+    if isinstance(payloads, Mapping):
+        raise TypeError("payloads: an iterable of dicts is required, got one dict; put it into a list")
 
 
 @functools.lru_cache(maxsize=1000)

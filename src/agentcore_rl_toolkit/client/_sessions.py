@@ -34,8 +34,6 @@ _STOP_TRIES = 6
 _CANCEL_SECONDS = 15.0
 _LAST_WORD = 10.0  # seconds for a request that can't be called back
 
-_NOT_CALLED_BACK = "a request to it was on its way and could not be called back"
-
 _NOT_NOW = frozenset({Fault.THROTTLED, Fault.NO_CAPACITY, Fault.IN_TRANSITION})
 """Sent again until the rollout's time is over; the other faults that are sent again count as failures."""
 _AGAIN = frozenset({Fault.COLD, Fault.SERVER, Fault.UNREACHED, Fault.UNANSWERED})
@@ -215,12 +213,17 @@ class Sessions:
         stopped = await self._stop_call(session_id) in (None, Fault.GONE)
         if sent is None or not on_its_way:
             return stopped
-        await asyncio.wait([answer := asyncio.wrap_future(sent)], timeout=_LAST_WORD)
-        if not answer.done():
-            self._give_up(session_id, _NOT_CALLED_BACK)
-            return False
-        answer.exception()  # whatever it is: it has been seen
-        return await self._stop_call(session_id) in (None, Fault.GONE)
+        return await self._has_ended(session_id, sent) and await self._stop_call(session_id) in (None, Fault.GONE)
+
+    async def _has_ended(self, session_id: str, sent: Future[bytes]) -> bool:
+        """Whether a request that was on its way when its session was stopped has ended; if not, that is reported."""
+        answer = asyncio.wrap_future(sent)
+        await asyncio.wait([answer], timeout=_LAST_WORD)
+        if answer.done():
+            answer.exception()  # whatever it is: it has been seen
+        else:
+            self._give_up(session_id, "a request to it was on its way and could not be called back")
+        return answer.done()
 
     async def _stop_call(self, session_id: str) -> Fault | None:
         """StopRuntimeSession within the rate limit: None if it is stopped, or what was wrong in the end."""
@@ -252,11 +255,8 @@ class Sessions:
             return
         if await self._stop_call(start.session_id) is not Fault.GONE:
             return
-        answer = asyncio.wrap_future(sent)  # the stop overtook it
-        done, _ = await asyncio.wait([answer], timeout=_LAST_WORD)
-        if not done:
-            self._give_up(start.session_id, _NOT_CALLED_BACK)
-        elif _may_have_started(answer.exception()):
+        # The stop overtook it.
+        if await self._has_ended(start.session_id, sent) and _may_have_started(sent.exception()):
             await self._stop_call(start.session_id)
 
     def _give_up(self, session_id: str, reason: str) -> None:

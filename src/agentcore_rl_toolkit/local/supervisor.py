@@ -22,7 +22,6 @@ import ast
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import runpy
 import select
@@ -264,7 +263,9 @@ def preload(script: str, parent: int) -> list[str]:
             _import(name, [], [])
     if "agentcore_rl_toolkit" in sys.modules:
         with contextlib.suppress(Exception):
-            importlib.import_module("agentcore_rl_toolkit._aws").warm_up()
+            from agentcore_rl_toolkit._aws import warm_up
+
+            warm_up()
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
